@@ -170,7 +170,6 @@ def compile_step(case: Case, example: Step, length: int = LENGTH) -> Compiled:
             step.state,
             step.first,
             step.totals,
-            None,
             case.policy,
             case.decision,
             choices=(("metrics", False),),

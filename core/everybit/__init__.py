@@ -117,7 +117,6 @@ from everybit.protocol import (
     Elementwise,
     Local,
     Max,
-    Members,
     Pending,
     Request,
     SlotDecay,
@@ -238,7 +237,7 @@ __version__ = "0.3.0.dev0"
 
 __all__ = [
     "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
-    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "MatrixWise", "Max", "Members", "Metrics",
+    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "MatrixWise", "Max", "Metrics",
     "NamedOptimizer", "Nearest", "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Pending", "Policy",
     "PolicyName", "Projection", "Request", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Sum",
     "SumOfSquares", "Transform", "WholeTensors", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2",

@@ -353,19 +353,6 @@ class LooksAtItsShardOnly(Liar):
         return super().update(eb.tree.elementwise(lambda u: u / norm, updates), state, params)
 
 
-class CountsCopiesTwice(Liar):
-    """A global norm that counts what several ranks have several times."""
-
-    reduces = True
-
-    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        def scaled(square: Tensor) -> tuple[P, Any]:
-            norm = 1 + square.sqrt()
-            return Liar.update(self, eb.tree.elementwise(lambda u: u / norm, updates), state, params)
-
-        return ctx.request(eb.Sum(eb.tree.sum_of_squares(updates)), scaled)
-
-
 class AsksOnlyIfItHasSomething(Liar):
     """A rank without elements does not join the reduction: the others would wait for it."""
 
@@ -589,7 +576,6 @@ LIARS = [
         LooksAtItsShardOnly,
         r"cut 'element' and reduces: 58 .*, step 1: against the whole: parameters",
     ),
-    ("shards equal whole", CountsCopiesTwice, r"reduction 1: the sum over the shards is .* of the whole .*owned"),
     (
         "shards equal whole",
         AsksOnlyIfItHasSomething,

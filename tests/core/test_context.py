@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import barriers
-from everybit.protocol import ALONE, per_tensor
+from everybit.protocol import ALONE
 from everybit.testing import CHECKS
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 from tests.support.transforms import (
@@ -52,88 +51,47 @@ def test_an_example_keeps_the_promise(name: str, check: str) -> None:
 # -- numbers of each parameter ----------------------------------------------------------------------------------------------------------
 
 
-def members_of(sizes: list[int]) -> eb.Members:
-    edges = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()])
-    return eb.Members(torch.arange(len(sizes)), edges, torch.tensor(sizes, dtype=torch.float64))
-
-
-def over_pieces(
-    x: Tensor, sizes: list[int], edges: list[int], ask: Callable[[eb.Context, list[Tensor]], list[Tensor]]
-) -> list[Tensor]:
-    """What is asked for each piece of ``x``, with the totals over all pieces."""
-    members = members_of(sizes)
-    results: list[Any] = []
-    for start, stop in pairwise(edges):
-        ctx = eb.Context(pending=True, members=(members.cut(start, stop),))
-        results.append(ask(ctx, [x[start:stop]]))
+def over_slices(x: Tensor, edges: list[int], ask: Callable[[eb.Context, list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    """What is asked for each slice of a parameter, with the totals over all slices."""
+    results: list[Any] = [ask(eb.Context(pending=True), [x[start:stop]]) for start, stop in pairwise(edges)]
     while isinstance(results[0], eb.Pending):
         total = torch.stack([one.partial() for one in results]).sum(0)
         results = [one.resume(total) for one in results]
     return [one for found in results for one in found]
 
 
+ASKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": torch.sum,
+    "sum_of_squares": lambda p: p.square().sum(),
+    "mean": lambda p: p.sum() / max(p.numel(), 1),
+    "mean_of_squares": lambda p: p.square().sum() / max(p.numel(), 1),
+    "norm": lambda p: p.square().sum().sqrt(),
+}
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
-    cuts=st.lists(st.integers(0, 54), max_size=4),
-    seed=st.integers(0, 99),
-)
-def test_numbers_of_pieces_are_those_of_each_parameter(sizes: list[int], cuts: list[int], seed: int) -> None:
+@given(size=st.integers(0, 30), cuts=st.lists(st.integers(0, 30), max_size=4), seed=st.integers(0, 99))
+def test_numbers_of_slices_are_those_of_the_parameter(size: int, cuts: list[int], seed: int) -> None:
     """Against float64, element by element; whole numbers, whose sums are exact in any order."""
-    total = sum(sizes)
-    x = torch.randint(-50, 50, (total,), generator=torch.Generator().manual_seed(seed)).float()
-    edges = [0, *sorted(min(cut, total) for cut in cuts), total]
-    ends = torch.tensor(sizes).cumsum(0).tolist()
-    parameters = [x[end - size : end].double() for size, end in zip(sizes, ends, strict=True)]
-    asked: dict[str, Callable[[Tensor], Tensor]] = {
-        "sum": torch.sum,
-        "sum_of_squares": lambda p: p.square().sum(),
-        "size": lambda p: torch.tensor(float(p.numel())),
-        "mean": lambda p: p.sum() / max(p.numel(), 1),
-        "norm": lambda p: p.square().sum().sqrt(),
-    }
-    for name, of in asked.items():
+    x = torch.randint(-50, 50, (size,), generator=torch.Generator().manual_seed(seed)).float()
+    edges = [0, *sorted(min(cut, size) for cut in cuts), size]
+    for name, of in ASKED.items():
 
         def expanded(ctx: eb.Context, here: list[Tensor], name: str = name) -> list[Tensor]:
             per = ctx.per_tensor
-            wanted = getattr(per, name)(here)
-            if name == "size":
-                return per.expand(wanted, here)
-            return ctx.request(wanted, lambda numbers: per.expand(numbers, here))
+            return ctx.request(getattr(per, name)(here), lambda numbers: per.expand(numbers, here))
 
-        found = over_pieces(x, sizes, edges, expanded)
-        spread = [piece.expand(stop - start) for piece, start, stop in zip(found, edges[:-1], edges[1:], strict=True)]
-        expected = torch.cat([of(p).float().expand(p.numel()) for p in parameters])
-        assert torch.equal(torch.cat(spread), expected), name
+        expected = of(x.double()).float()
+        for found in (over_slices(x, edges, expanded), expanded(eb.Context(), [x])):
+            assert all(torch.equal(one, expected.expand(1)) for one in found), name
 
 
-def test_accelerators_compute_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their operations, run on the host; whole numbers, whose sums are exact in any order. Members without elements included.
+def test_a_sum_comes_with_the_number_of_elements_wherever_they_are() -> None:
+    def asked(ctx: eb.Context, here: list[Tensor]) -> list[Tensor]:
+        return ctx.request(ctx.per_tensor.sum_and_size(here), lambda found: [torch.cat([*found[0], *found[1]])])
 
-    The host has such operations too, for short members.
-    """
-    monkeypatch.setattr(barriers, "CHUNK", 5)
-    monkeypatch.setattr(per_tensor, "SHORT", 0)
-    edges = torch.tensor([0, 0, 3, 3, 11, 12, 12])
-    x = torch.arange(12.0) - 4
-    for squares in (False, True):
-        assert torch.equal(per_tensor._segments(x, edges, squares), per_tensor._sums(x, edges, squares))
-    values = torch.arange(6.0)
-    each = per_tensor._expand(values, edges, 12)
-    assert torch.equal(per_tensor._found(values, edges, 12), each)
-    monkeypatch.setattr(per_tensor, "SHORT", 1 << 11)
-    assert torch.equal(per_tensor._expand(values, edges, 12), each)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_numbers_on_a_device_are_those_on_the_host() -> None:
-    members = members_of([3, 0, 40, 7])
-    x = torch.randint(-50, 50, (50,), generator=torch.Generator().manual_seed(0)).float()
-    host = eb.Context(members=(members,)).per_tensor.sum_of_squares([x])
-    there = eb.Context(members=(eb.tree.map(torch.Tensor.cuda, members),))
-    device = there.per_tensor.sum_of_squares([x.cuda()])
-    assert torch.equal(device.partial(lambda values: values).cpu(), host.partial(lambda values: values))
+    for numbers in over_slices(torch.ones(10), [0, 2, 2, 10], asked):
+        assert numbers.tolist() == [10.0, 10.0]
 
 
 def test_trust_ratios_are_those_of_the_paper() -> None:
@@ -142,14 +100,6 @@ def test_trust_ratios_are_those_of_the_paper() -> None:
     got, _ = ScaleByTrustRatio().update(updates, state, params)
     for u, p, out in zip(*map(eb.tree.leaves, (updates, params, got)), strict=True):
         torch.testing.assert_close(out, u * (p.norm() / u.norm() if u.numel() else 1.0), rtol=1e-13, atol=0.0)
-
-
-def test_a_mean_over_a_parameter_counts_all_of_it_wherever_it_is() -> None:
-    """A shard of 2 of 10 elements: a mean over its own elements would be 5 times too large."""
-    members = eb.Members(torch.tensor([0]), torch.tensor([0, 2]), torch.tensor([10.0], dtype=torch.float64))
-    ctx = eb.Context(members=(members,))
-    (mean,) = ctx.request(ctx.per_tensor.mean([torch.ones(2)]), lambda means: means)
-    assert mean.item() == pytest.approx(0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +118,37 @@ class Silent:
         return updates, state
 
 
-@pytest.mark.parametrize(
-    ("ask", "promise"),
-    [
-        (lambda ctx, updates: ctx.per_tensor.sum(updates), "per_tensor"),
-        (lambda ctx, updates: ctx.keys("noise", updates), "draws"),
-    ],
-)
-def test_what_a_transform_does_not_declare_it_does_not_get(ask: Any, promise: str) -> None:
-    """An engine cuts by declarations; a sum over a piece would be taken for that of a parameter."""
-    optimizer = eb.with_policy(eb.chain(Silent(ask), eb.scale(0.1)), FP32)
+UNDECLARED = r"asked by a transform that does not say so.*{}: ClassVar\[bool\] = True"
+
+
+def test_bits_that_a_transform_does_not_declare_it_does_not_get() -> None:
+    """An engine numbers elements by declarations."""
+    optimizer = eb.with_policy(eb.chain(Silent(lambda ctx, updates: ctx.keys("noise", updates)), eb.scale(0.1)), FP32)
     params = torch.ones(3)
-    with pytest.raises(
-        TypeError, match=rf"asked by a transform that does not say so.*{promise}: ClassVar\[bool\] = True"
-    ):
+    with pytest.raises(TypeError, match=UNDECLARED.format("draws")):
         optimizer.step(params, params, optimizer.init(params))
+
+
+@dataclass(frozen=True, slots=True)
+class SilentRatio:
+    """Requests a number of each parameter, and does not say so."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = True
+
+    def init(self, params: Any) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = ALONE) -> tuple[Any, Any]:
+        return ctx.request(ctx.per_tensor.norm(updates), lambda norms: (ctx.per_tensor.expand(norms, updates), state))
+
+
+def test_a_driver_refuses_numbers_of_each_parameter_that_a_transform_does_not_declare() -> None:
+    """A sum over a vector of several would be taken for that of a parameter."""
+    optimizer = eb.with_policy(eb.chain(SilentRatio(), eb.scale(0.1)), FP32)
+    params = torch.ones(3)
+    with pytest.raises(TypeError, match=UNDECLARED.format("per_tensor")):
+        optimizer.ask(params, params, optimizer.init(params), eb.Context(pending=True))
 
 
 def test_a_transform_with_numbers_of_each_parameter_has_to_say_that_it_reduces() -> None:
@@ -196,11 +162,8 @@ def test_a_transform_with_numbers_of_each_parameter_has_to_say_that_it_reduces()
 
 
 def test_numbers_that_are_not_one_for_each_parameter_are_refused() -> None:
-    ctx = eb.Context(members=(members_of([2, 3]),))
-    with pytest.raises(ValueError, match=r"got numbers of shape \(3,\); accepted is one for each of the 2 parameters"):
-        ctx.per_tensor.expand([torch.ones(3)], [torch.ones(5)])
-    with pytest.raises(ValueError, match=r"got 2 tensors; accepted is a tree of the 1 parameters' structure"):
-        ctx.per_tensor.sum([torch.ones(5), torch.ones(1)])
+    with pytest.raises(ValueError, match=r"got numbers of shape \(3,\); accepted is one for each parameter"):
+        eb.Context().per_tensor.expand([torch.ones(3)], [torch.ones(5)])
 
 
 # -- random draws ---------------------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def kept_by(stepper: FlatStepper) -> Counter[str]:
         is_main = any(part.name == "main" for part in segment.stored.params.parts())
         kept["main parameters" if is_main else "compensation"] += nbytes(segment.state.extra)
         kept.update(state_bytes(segment.state.inner, counters=segment.state.step.nbytes))
-        kept["bookkeeping"] += nbytes(segment.first_tensor) + nbytes(segment.members)
+        kept["bookkeeping"] += nbytes(segment.first_tensor)
     return kept
 
 

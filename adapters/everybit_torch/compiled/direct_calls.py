@@ -75,7 +75,6 @@ class DirectCalls:
         given: Mapping[str, Tensor],
         first: Tensor | Blocks | Scattered,
         totals: Sequence[Tensor],
-        members: tuple[eb.Members, ...] | None = None,
         segment: object = None,
     ) -> None:
         """Step in place; the arguments are those of a compiled step that is not measured.
@@ -88,7 +87,6 @@ class DirectCalls:
             given: Those that are tensors.
             first: The indices of the elements.
             totals: The totals of requests.
-            members: The parameters of the elements, of a transform that reduces.
             segment: What has this tensor and this state, and the same tensors of the state at every step.
         """
         (tensor,), (grad,) = tensors, grads
@@ -103,8 +101,7 @@ class DirectCalls:
             self._begin_and_run(last.compiled, last.places, [tensor, grad, *last.rest, numbers])
             return
         inputs = [tensor, grad, *eb.tree.leaves((state, first)), *given.values(), *totals]
-        # Members are vectors of other lengths, of which code may depend; Dynamo looks at them.
-        kind = _kind(inputs) if members is None else None
+        kind = _kind(inputs)
         known = None if kind is None else self._known.get(kind)
         if known is not None:
             compiled, places = known
@@ -113,7 +110,7 @@ class DirectCalls:
             self._begin_and_run(compiled, places, [*inputs, numbers])
             return
         try:
-            self._through_dynamo(tensors, grads, state, numbers, given, first, totals, members)
+            self._through_dynamo(tensors, grads, state, numbers, given, first, totals)
         finally:
             # Not kept: the arguments are gradients, which are to be freed.
             ran, self._ran = self._ran, None

@@ -64,7 +64,6 @@ class Inputs:
         state: The optimizer's state for it.
         first: Global index of the first element, int64, 0-d; or those of the blocks.
         totals: The totals of the transform's reductions.
-        members: The parameters that the tensor's elements belong to, of a transform that reduces.
         policy: How all of it is stored: the param group's, for parameters of this dtype.
         decision: The results of the optimizer's masks and labels for the parameters.
         due: Which periodic work is due, as far as the host says it.
@@ -78,17 +77,12 @@ class Inputs:
     state: OptimizerState[Any]
     first: FirstOnDevice
     totals: list[Tensor]
-    members: tuple[eb.Members, ...] | None
     policy: AnyPolicy
     decision: Decision | None
     due: Due = ()
     choices: tuple[tuple[str, Any], ...] = ()
     returns: bool = True
     segment: object = None
-
-    def answers(self) -> list[Tensor]:
-        """Return the results of joint work, the last of the totals."""
-        return self.totals[len(self.totals) - dict(self.choices).get("answers", 0) :]
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the parameters."""
@@ -195,15 +189,13 @@ class Variants(Generic[R]):
         started = time.perf_counter() if not variant.ran else 0.0
         if not variant.ran and inputs.tensors[0].ndim == 1:
             # Units are cut, and stepped in pieces: code for any length is as fast, and it is made once.
-            let_length_vary(
-                eb.tree.leaves((inputs.tensors, inputs.grads, inputs.state, inputs.first, inputs.answers()))
-            )
+            let_length_vary(eb.tree.leaves((inputs.tensors, inputs.grads, inputs.state, inputs.first)))
         given = {name: arguments[name] for name in variant.given}
         try:
             is_direct = isinstance(variant.run, DirectCalls)
             segment = (inputs.segment,) if is_direct else ()
             measured = variant.run(
-                inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals, inputs.members, *segment
+                inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals, *segment
             )  # fmt: skip
         except Exception as error:
             if variant.began:
@@ -283,12 +275,10 @@ class Variants(Generic[R]):
         """A step of tensors without values."""
 
         def step(transform: eb.Transform[Any]) -> object:
-            like = without_values(
-                ([*inputs.tensors], [*inputs.grads], inputs.state, inputs.first, inputs.totals, inputs.members)
-            )
+            like = without_values(([*inputs.tensors], [*inputs.grads], inputs.state, inputs.first, inputs.totals))
             optimizer = applied(eb.Optimizer(transform, inputs.policy, self._seed), inputs.decision)
             choices = dict(inputs.choices)
-            return self._body(optimizer, *like[:4], totals=like[4], members=like[5], due=inputs.due, **choices)
+            return self._body(optimizer, *like[:4], totals=like[4], due=inputs.due, **choices)
 
         return step
 
@@ -313,13 +303,12 @@ class Variants(Generic[R]):
             given: dict[str, Tensor],
             first: FirstOnDevice,
             totals: list[Tensor],
-            members: tuple[eb.Members, ...] | None,
         ) -> R:
             know_whole_lines(eb.tree.leaves((tensors, grads, state)) if tensors[0].device.type != "cpu" else ())
             # One tensor for all numbers: of each 0-d input torch makes a symbol first, and traces everything again without.
             data = {name: numbers[place] for name, place in places.items()}
             optimizer = applied(eb.Optimizer(factory(**data, **given, **constants), policy, seed), decision)
-            return body(optimizer, tensors, grads, state, first, totals=totals, members=members, due=due, **options)
+            return body(optimizer, tensors, grads, state, first, totals=totals, due=due, **options)
 
         def began() -> None:
             variant.began = True

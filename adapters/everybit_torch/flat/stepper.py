@@ -65,7 +65,7 @@ class BufferStepper(Cycle):
         self._optimizer.own.ranks = None if axis.is_alone else (axis, True)
         places = {place.spec.name: place for buffer in self.buffers for place in buffer.places}
         self._optimizer.own.number_at({self._stepped[name]: place.first for name, place in places.items()})
-        self._optimizer.own.wholes = {self._stepped[name]: place.spec.numel for name, place in places.items()}
+        self._optimizer.own.parts = set() if axis.is_alone else {*self._stepped.values()}
         memories = [Memory(of.own_weights, of.own) for of in self.buffers]
         self._optimizer.own.memory = {
             self._stepped[place.spec.name]: memory

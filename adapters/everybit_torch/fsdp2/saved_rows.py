@@ -34,7 +34,7 @@ class RowParts:
         """Return the entries of the optimizer's state dict. Every rank has to call it."""
         found: Flat = {}
         for parameter, entries, values in self._optimizer.own.kept():
-            factors = {entry.name for entry in entries if entry.cut in ("tensor", "rows")}
+            factors = {entry.name for entry in entries if entry.cut == "tensor"}
             for name, value in values.items() if parameter.numel() else ():
                 if name not in factors or value.numel():
                     found[f"optimizer.state.{self._names[id(parameter)]}.{name}"] = _run(value)

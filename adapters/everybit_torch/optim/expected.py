@@ -109,7 +109,7 @@ def _kinds(parameter: Tensor, segment: Segment, *, full: bool) -> dict[str, Kind
                 value.dtype, shape, positive=positive and value.is_floating_point(), former=former.get(entry.name)
             )
         elif entry.role == "slot" and entry.leading:
-            own = shape if entry.cut in ("tensor", "rows") else parameter.shape
+            own = shape if entry.cut == "tensor" else parameter.shape
             kinds[entry.name] = Kind(wide, tuple(own), positive=positive)
     if full:
         kinds[WEIGHTS] = Kind(wide, tuple(parameter.shape))

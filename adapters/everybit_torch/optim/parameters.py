@@ -195,7 +195,7 @@ class Parameters:
         sources: What is known of their transforms' requests.
         ranks: The processes that have the other elements of plain tensors, and whether this one contributes its own; None: it has all.
         memory: Of plain tensors that lie one after the other with their gradients, where they lie.
-        wholes: Of plain tensors that are a part of a parameter, the number of elements of the whole.
+        parts: Plain tensors that are a part of a parameter, whose other elements are elsewhere.
     """
 
     def __init__(self, states: States) -> None:
@@ -206,7 +206,7 @@ class Parameters:
         self.axes: dict[DeviceMesh, GroupAxis] = {}
         self.sources = Sources()
         self.ranks: tuple[eb.Axis, bool] | None = None
-        self.wholes: Mapping[Tensor, int] = {}
+        self.parts: set[Tensor] = set()
         self.memory: Mapping[Tensor, Memory] = {}
         self._settled: list[Settled] = []
         self._counted: dict[torch.dtype, int] = {}
@@ -355,9 +355,9 @@ class Parameters:
         if memory is not None:
             of = Run(optimizer, parameters, firsts, memory)
         elif new[0].is_alone() and (whole or local(parameters[0]).is_contiguous()):
-            of = Single.new(optimizer, parameters[0], firsts[0], self.wholes.get(parameters[0]))
+            of = Single.new(optimizer, parameters[0], firsts[0], parameters[0] in self.parts)
         else:
-            of = Bucket(optimizer, parameters, firsts, self.wholes.get(parameters[0]))
+            of = Bucket(optimizer, parameters, firsts, parameters[0] in self.parts)
         stepped = Stepped(group, decision, [one.name for one in new], of)
         stepped.steps.elements += of.numel
         self.stepped.append(stepped)

@@ -17,7 +17,7 @@ from everybit_torch.host_counts import Due
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.visiting import Visited, Visiting
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.totals import Partial, Reads, Work, find_totals
+from everybit_torch.segments.totals import Partial, Work, find_totals
 from everybit_torch.streams import is_capturing
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _totals(
 
     Of a parameter that visits the norm is that of this rank's rows, if that is all it is.
     """
-    finds: dict[int, Callable[[Tensor, Sequence[Tensor], Due, bool, Reads], Partial | None]] = {}
+    finds: dict[int, Callable[[Tensor, Sequence[Tensor], Due], Partial | None]] = {}
     work: list[Work] = []
     keys: list[object] = []
     for task in tasks:
@@ -179,14 +179,12 @@ def _totals(
                 continue
             shadow = member.visitor.shadow()
             axis, counts = parameters.axis_and_counts(member.parameter)
-            work.append(Work(shadow, grad, (), counts, axis))
+            work.append(Work(shadow, grad if counts else grad[:0], axis=axis))  # else the owner contributes
             keys.append(visit.visiting.source)
             finds[id(shadow)] = partial(_at_owner, visit, member)
 
-    def find(
-        segment: Segment, grad: Tensor, totals: Sequence[Tensor], due: Due, counts: bool, reads: Reads
-    ) -> Partial | None:
-        return finds[id(segment)](grad, totals, due, counts, reads)
+    def find(segment: Segment, grad: Tensor, totals: Sequence[Tensor], due: Due) -> Partial | None:
+        return finds[id(segment)](grad, totals, due)
 
     return dict(zip(keys, find_totals(work, find, parameters.sources), strict=True))
 
@@ -197,10 +195,8 @@ def _at_owner(
     grad: Tensor,  # noqa: ARG001  # that of the rows
     totals: Sequence[Tensor],
     due: Due,  # noqa: ARG001  # the owner knows
-    counts: bool,  # noqa: ARG001  # the owner does
-    reads: Reads,
 ) -> Partial | None:
-    return visit.visiting.contribution(member, visit.grads, totals, reads)
+    return visit.visiting.contribution(member, visit.grads, totals)
 
 
 def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:

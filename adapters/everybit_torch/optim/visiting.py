@@ -25,7 +25,7 @@ from everybit_torch.optim.groups import Group
 from everybit_torch.optim.visits import Of, Visitor, Visits
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.steps import Steps
-from everybit_torch.segments.totals import Partial, Reads
+from everybit_torch.segments.totals import Partial
 
 
 @dataclass(slots=True, eq=False)
@@ -117,9 +117,7 @@ class Visiting:
 
     # -- a step ---------------------------------------------------------------------------------------------------------------
 
-    def contribution(
-        self, member: Visited, grads: Sequence[Tensor | None], totals: Sequence[Tensor], reads: Reads
-    ) -> Partial | None:
+    def contribution(self, member: Visited, grads: Sequence[Tensor | None], totals: Sequence[Tensor]) -> Partial | None:
         """Return what this rank contributes to a total for a parameter; nothing of one that it does not own.
 
         At the first parameter that is asked for all of them visit their owners.
@@ -128,9 +126,7 @@ class Visiting:
             found: dict[Visited, Partial | None] = {}
             for arrived in self._visits.look(grads):
                 one = self._of[id(arrived.segment)]
-                found[one] = one.steps.find(
-                    arrived.segment, arrived.grad, totals, one.due, reads=reads, decision=one.decision
-                )
+                found[one] = one.steps.find(arrived.segment, arrived.grad, totals, one.due, decision=one.decision)
             self._asked = (len(totals), found)
         found = self._asked[1]
         if member in found:
@@ -147,7 +143,7 @@ class Visiting:
         here = local(member.parameter)
         zeros = torch.zeros(member.parameter.shape, dtype=here.dtype, device=here.device)
         segment = Segment.new(member.optimizer, zeros, member.visitor.first)
-        return member.steps.find(segment, torch.zeros_like(zeros), totals, member.due, False, decision=member.decision)
+        return member.steps.find(segment, torch.zeros_like(zeros), totals, member.due, decision=member.decision)
 
     def step(self, grads: Sequence[Tensor | None], totals: Sequence[Tensor], *, metrics: bool) -> Metrics | None:
         """Step the parameters that have a gradient, each at its owner; return what was measured here."""

@@ -49,6 +49,7 @@ class _Part:
         resolved: The formats.
         grads: How gradients are kept and sent.
         device: On which the run will be.
+        is_shared: Whether other ranks have other elements of the parameters.
     """
 
     buffer: Buffer
@@ -58,6 +59,7 @@ class _Part:
     resolved: Resolved
     grads: Grads
     device: torch.device
+    is_shared: bool
 
     @classmethod
     def of(cls, buffer: Buffer, labelled: Labelled, kind: Sharding, ranks: Ranks, device: torch.device) -> _Part:
@@ -67,7 +69,8 @@ class _Part:
         resolved = resolve(label.policy, dtype_name(spec.dtype, field=spec.name))
         grads = Grads.of(resolved, ranks.inner, ranks.outer)
         places = [place.within(where) for place in buffer.places]
-        return cls(buffer, where.stop - where.start, places, label, resolved, grads, device)
+        is_shared = kind.state and ranks.inner > 1
+        return cls(buffer, where.stop - where.start, places, label, resolved, grads, device, is_shared)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,8 +113,6 @@ class _Part:
             found["main parameters" if is_main else "compensation"] += nbytes(state.extra)
             found.update(state_bytes(state.inner, counters=state.step.nbytes))
             found["bookkeeping"] += torch.int64.itemsize if isinstance(first, int) else nbytes(first)
-            if optimizer.per_tensor and not self.is_whole:
-                found["bookkeeping"] += 3 * torch.int64.itemsize + torch.float64.itemsize  # of eb.Members
         return found
 
 
@@ -139,6 +140,7 @@ def plan_buffers(
         compile: Whether steps are compiled.
         metrics: Whether steps are measured.
         device: On which the run will be.
+        is_shared: Whether other ranks have other elements of the parameters.
     """
     parts = [_Part.of(buffer, labelled, kind, ranks, device) for buffer in buffers]
     persistent: Counter[str] = Counter()
@@ -231,13 +233,15 @@ def _measured(one: _Part, shape: tuple[int, ...], *, in_a_row: bool) -> int:
         for dimension in halved:
             smaller[dimension] = -(-smaller[dimension] // 2)
     optimizer, tensor = one.optimizer(), torch.zeros(smaller, dtype=one.dtype)
-    whole = tensor.numel() if optimizer.per_tensor and not one.is_whole else None
     first: int | Blocks | Scattered = 0
     if not in_a_row:
         block = one.label.policy.block
         half = tensor.numel() // (2 * block) * block
         first = indices([half, tensor.numel() - half], [half, 0], block, tensor.device)
-    segment, grad = Segment.new(optimizer, tensor, first, whole), torch.zeros(smaller, dtype=one.grads.main)
+    segment, grad = (
+        Segment.new(optimizer, tensor, first, one.is_shared and optimizer.per_tensor and not one.is_whole),
+        torch.zeros(smaller, dtype=one.grads.main),
+    )
     with torch.no_grad(), AllocationCounter() as counter:
         due = segment.due()
         (totals,) = find_totals([Work(segment, grad, due)])

@@ -41,12 +41,11 @@ class Segment:
         tensor: The weights, as stored. A step changes them in place.
         state: The optimizer's state for them, which a step changes in place.
         first: Global index of the first element, which the others follow; or the indices of a vector with elements from several places.
-        whole: The number of elements of the whole parameter, if these are rows of one whose transform requests numbers of each.
+        is_part: Whether these are elements of a parameter of which others are elsewhere, and the transform requests numbers of each.
 
     Attributes:
         stored: The formats of the weights and of the state.
         first_tensor: ``first`` on the device: int64, 0-d, or the other indices as they are.
-        members: What tells a request for a number of each parameter that the elements are a part of one; None: they are a whole one.
         count: The host's copy of ``state.step``.
         is_whole: Whether it must not be cut, because its transform must see whole tensors.
     """
@@ -55,10 +54,9 @@ class Segment:
     tensor: Tensor
     state: OptimizerState[Any]
     first: int | Blocks | Scattered = 0
-    whole: int | None = None
+    is_part: bool = False
     stored: Resolved = field(init=False)
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
-    members: tuple[eb.Members, ...] | None = field(init=False, default=None)
     count: HostCount = field(init=False, default_factory=HostCount)
     is_whole: bool = field(init=False)
 
@@ -67,10 +65,6 @@ class Segment:
         self.is_whole = needs_whole_tensors(self.optimizer.transform)
         first, device = self.first, self.tensor.device
         self.first_tensor = torch.full((), first, dtype=torch.int64, device=device) if isinstance(first, int) else first
-        if self.whole is not None:
-            edges = torch.tensor([0, self.tensor.numel()], device=device)
-            sizes = torch.full((1,), self.whole, dtype=torch.float64, device=device)
-            self.members = (eb.Members(torch.zeros(1, dtype=torch.int64, device=device), edges, sizes),)
 
     @classmethod
     def new(
@@ -78,11 +72,11 @@ class Segment:
         optimizer: eb.Optimizer[Any],
         tensor: Tensor,
         first: int | Blocks | Scattered = 0,
-        whole: int | None = None,
+        is_part: bool = False,
     ) -> Segment:
         """Return a segment before its first step. The state of a long vector is computed piece by piece."""
         if tensor.ndim != 1 or tensor.numel() <= CHUNK or needs_whole_tensors(optimizer.transform):
-            return cls(optimizer, tensor, optimizer.init([tensor], eb.Context(first_element=first)), first, whole)
+            return cls(optimizer, tensor, optimizer.init([tensor], eb.Context(first_element=first)), first, is_part)
         (stored,) = optimizer.formats([tensor])
 
         def room(x: Tensor, part: PartSpec | None) -> Tensor:
@@ -90,7 +84,7 @@ class Segment:
 
         none = tensor[:0]
         made = cls(
-            optimizer, tensor, map_parts(optimizer.init([none]), [none], [stored], room, torch.clone), first, whole
+            optimizer, tensor, map_parts(optimizer.init([none]), [none], [stored], room, torch.clone), first, is_part
         )
         size = max(CHUNK // stored.policy.block, 1) * stored.policy.block
         for start in range(0, tensor.numel(), size):
@@ -113,7 +107,7 @@ class Segment:
         """
         state = cut(self.state, [self.tensor], [self.stored], start, stop, on_shared)
         first = self.first + start if isinstance(self.first, int) else self.first.cut(start, stop)
-        part = Segment(self.optimizer, self.tensor[start:stop], state, first, self.whole)
+        part = Segment(self.optimizer, self.tensor[start:stop], state, first, self.is_part)
         part.count.note(part.state.step, self.count.known(self.state.step))
         return part
 
@@ -182,7 +176,7 @@ class Segment:
             own = grad if part is self else grad[where]
             found = step_in_place(
                 self.optimizer, [part.tensor], [own], part.state, part.first,
-                totals=totals, members=part.members, due=due, metrics=metrics,
+                totals=totals, holds_wholes=not part.is_part, due=due, metrics=metrics,
             )  # fmt: skip
             measured = found if measured is None or found is None else measured + found
         if part is not self:
@@ -204,13 +198,13 @@ def step_in_place(
     first: FirstElement,
     *,
     totals: Sequence[Tensor] = (),
-    members: tuple[eb.Members, ...] | None = None,
+    holds_wholes: bool = True,
     due: Due = (),
     metrics: bool = False,
 ) -> Metrics | None:
     """Take the pure step, and write its results over its arguments. Compiled, the writes become in-place stores."""
-    ctx = eb.Context(first_element=first, members=members, due=due, pending=len(totals) > 0)
-    found = advance(optimizer.step_traced(tensors, grads, state, ctx), totals)
+    ctx = eb.Context(first_element=first, due=due, pending=len(totals) > 0)
+    found = advance(optimizer.step_traced(tensors, grads, state, ctx), totals, holds_wholes=holds_wholes)
     trace: StepTrace = require_done(found, optimizer.transform)
     measured = measure(optimizer, trace, ctx) if metrics else None
     write((tensors, state), (trace.params, trace.state))

@@ -15,7 +15,7 @@ from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import cut
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.single import Place, Single, lie_at, places_of, whole_of
+from everybit_torch.segments.single import Place, Single, lie_at, places_of, shares_numbers
 from everybit_torch.torch_internals.tensors import foreach_copy
 
 SHORT = 1 << 16
@@ -56,7 +56,7 @@ class Bucket:
         optimizer: The optimizer, as masks and labels came out.
         parameters: At least one, in order. Of a DTensor this rank's part is stepped.
         firsts: Global index of the first element of each.
-        whole: Of a single plain tensor that is a part of a parameter, the number of elements of the whole.
+        is_part: Whether a single plain tensor is a part of a parameter, whose other elements are elsewhere.
 
     Attributes:
         segment: The vector and its state.
@@ -69,11 +69,11 @@ class Bucket:
         optimizer: eb.Optimizer[Any],
         parameters: Sequence[Tensor],
         firsts: Sequence[int],
-        whole: int | None = None,
+        is_part: bool = False,
     ) -> None:
         vector, first = self._begin(optimizer, parameters, firsts)
-        whole = whole_of(parameters[0], optimizer, whole) if len(parameters) == 1 else None
-        self.segment = Segment.new(optimizer, vector, first, whole)
+        is_part = len(parameters) == 1 and shares_numbers(parameters[0], optimizer, is_part)
+        self.segment = Segment.new(optimizer, vector, first, is_part)
 
     @classmethod
     def of(cls, segment: Segment, parameter: Tensor) -> Bucket:

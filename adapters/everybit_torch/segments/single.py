@@ -33,17 +33,17 @@ class Single:
         self.places = [*places_of([local(parameter)])]
 
     @classmethod
-    def new(cls, optimizer: eb.Optimizer[Any], parameter: Tensor, first: int, whole: int | None = None) -> Single:
+    def new(cls, optimizer: eb.Optimizer[Any], parameter: Tensor, first: int, is_part: bool = False) -> Single:
         """Return a parameter before its first step. It has to be contiguous, unless its transform needs whole tensors.
 
         Args:
             optimizer: The optimizer, as masks and labels came out.
             parameter: The parameter.
             first: Global index of its first element here.
-            whole: The number of elements of the whole, if a plain tensor is a part of one.
+            is_part: Whether a plain tensor is a part of one, whose other elements are elsewhere.
         """
-        whole = whole_of(parameter, optimizer, whole)
-        return cls(Segment.new(optimizer, as_stepped(parameter, optimizer), first, whole), parameter)
+        is_part = shares_numbers(parameter, optimizer, is_part)
+        return cls(Segment.new(optimizer, as_stepped(parameter, optimizer), first, is_part), parameter)
 
     @property
     def numel(self) -> int:
@@ -85,19 +85,17 @@ def as_stepped(parameter: Tensor, optimizer: eb.Optimizer[Any]) -> Tensor:
     return here if whole or not here.is_contiguous() else here.view(-1)
 
 
-def whole_of(parameter: Tensor, optimizer: eb.Optimizer[Any], whole: int | None) -> int | None:
-    """Return the number of elements of the whole, if ranks hold parts of a parameter of which its transform requests numbers.
+def shares_numbers(parameter: Tensor, optimizer: eb.Optimizer[Any], is_part: bool) -> bool:
+    """Return whether ranks hold parts of a parameter of which its transform requests numbers.
 
     Args:
         parameter: The parameter.
         optimizer: Its optimizer.
-        whole: That number, if a plain tensor is a part.
+        is_part: Whether a plain tensor is a part.
     """
     if not optimizer.per_tensor or needs_whole_tensors(optimizer.transform):
-        return None
-    if is_dtensor(parameter):
-        return parameter.numel() if any(placement.is_shard() for placement in parameter.placements) else None
-    return whole
+        return False
+    return any(one.is_shard() for one in parameter.placements) if is_dtensor(parameter) else is_part
 
 
 Place = tuple[int, tuple[int, ...], tuple[torch.Size, torch.dtype, torch.device]]

@@ -19,7 +19,7 @@ from everybit_torch.compiled.probing import Factory, fits, is_number
 from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 from everybit_torch.host_counts import Due
 from everybit_torch.segments.segment import Segment, step_in_place
-from everybit_torch.segments.totals import Partial, Reads, contribution, find_uncompiled
+from everybit_torch.segments.totals import Partial, contribution, find_uncompiled
 from everybit_torch.streams import copies_need_no_wait, is_capturing
 
 Compile = bool | Literal["auto"]
@@ -145,19 +145,17 @@ class Steps:
         grad: Tensor,
         totals: Sequence[Tensor],
         due: Due = (),
-        counts: bool = True,
-        reads: Reads = None,
         *,
         decision: Decision | None = None,
     ) -> Partial | None:
         """Find a segment's contribution to a total; see :func:`~everybit_torch.segments.totals.find_totals`."""
 
         def uncompiled() -> Partial | None:
-            return find_uncompiled(segment, grad, totals, due, counts, reads)
+            return find_uncompiled(segment, grad, totals, due)
 
         if not self._can_compile(segment) or segment.is_whole:
             return uncompiled()  # code would be made for each shape
-        inputs = self._inputs(segment, grad, totals, decision, due, (("counts", counts),))
+        inputs = self._inputs(segment, grad, totals, decision, due, ())
         return self._finds.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)
 
     def _can_compile(self, segment: Segment) -> bool:
@@ -185,8 +183,8 @@ class Steps:
             state = map_parts(state, [tensor], [segment.stored], lambda x, _: _vector(x), lambda x: x)
             tensor, grad = _vector(tensor), _vector(grad.contiguous())
         return Inputs(
-            [tensor], [grad], state, segment.first_tensor, list(totals), segment.members, self._policy, decision, due,
-            choices, returns, segment,
+            [tensor], [grad], state, segment.first_tensor, list(totals), self._policy, decision, due,
+            (("holds_wholes", not segment.is_part), *choices), returns, segment,
         )  # fmt: skip
 
     def _numbers_on(self, device: torch.device) -> Tensor:
@@ -221,12 +219,12 @@ def _step(
     first: FirstElement,
     *,
     totals: Sequence[Tensor],
-    members: tuple[eb.Members, ...] | None,
+    holds_wholes: bool,
     due: Due,
     metrics: bool,
 ) -> Metrics | None:
     return step_in_place(
-        optimizer, tensors, grads, state, first, totals=totals, members=members, due=due, metrics=metrics
+        optimizer, tensors, grads, state, first, totals=totals, holds_wholes=holds_wholes, due=due, metrics=metrics
     )
 
 
@@ -238,8 +236,7 @@ def _contribution(
     first: FirstElement,
     *,
     totals: Sequence[Tensor],
-    members: tuple[eb.Members, ...] | None,
+    holds_wholes: bool,
     due: Due,
-    counts: bool,
 ) -> Partial | None:
-    return contribution(optimizer, tensors, grads, state, first, totals=totals, members=members, due=due, counts=counts)
+    return contribution(optimizer, tensors, grads, state, first, totals=totals, holds_wholes=holds_wholes, due=due)

@@ -20,7 +20,6 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import FirstElement, sum_of_squares, torch_dtype
 from everybit.base.barriers import scratch_for
-from everybit.protocol.per_tensor import Numbers
 from everybit.protocol.requests import Kind
 from everybit.stepping import OptimizerState
 from everybit_torch.host_counts import Due
@@ -74,10 +73,7 @@ class Partial(NamedTuple):
         return Partial(self.kind, both, self.dtype, self.each)
 
 
-Reads = frozenset[str] | None
-"""The slots, and maybe the weights, from which a contribution is computed; None: it is not known."""
-
-Find = Callable[[Segment, Tensor, Sequence[Tensor], Due, bool, Reads], Partial | None]
+Find = Callable[[Segment, Tensor, Sequence[Tensor], Due], Partial | None]
 """Finds a segment's contribution to the first request that some totals leave open, or None."""
 
 
@@ -89,28 +85,22 @@ def contribution(
     first: FirstElement,
     *,
     totals: Sequence[Tensor],
-    members: tuple[eb.Members, ...] | None,
+    holds_wholes: bool,
     due: Due,
-    counts: bool,
-    reads: Reads = None,
 ) -> Partial | None:
     """Return the contribution of some elements to the first request that ``totals`` leave open, or None.
 
-    It can be compiled: then only those slots are decoded from which the request is computed, also without ``reads``.
+    It can be compiled: then only those slots are decoded from which the request is computed.
     """
-    ctx = eb.Context(
-        first_element=first, members=members, pending=True, requests_only=True, contributes=counts, due=due
-    )
-    found = optimizer.ask(tensors, grads, state, ctx, totals=totals, reads=reads)
+    ctx = eb.Context(first_element=first, pending=True, due=due)
+    found = optimizer.ask(tensors, grads, state, ctx, totals=totals, holds_wholes=holds_wholes)
     if found is None:
         return None
     value = found.partial()
-    return Partial(found.kind, value, value.dtype, each=isinstance(found.request, Numbers))
+    return Partial(found.kind, value, value.dtype, each=found.request.each)
 
 
-def find_uncompiled(
-    segment: Segment, grad: Tensor, totals: Sequence[Tensor], due: Due, counts: bool, reads: Reads = None
-) -> Partial | None:
+def find_uncompiled(segment: Segment, grad: Tensor, totals: Sequence[Tensor], due: Due) -> Partial | None:
     """Find a segment's contribution, a piece of it at a time."""
     size = PIECE if segment.tensor.is_cpu else DEVICE_PIECE
     whole: Partial | None = None
@@ -118,7 +108,7 @@ def find_uncompiled(
         own = grad if part is segment else grad[where]
         found = contribution(
             segment.optimizer, [part.tensor], [own], part.state, part.first,
-            totals=totals, members=part.members, due=due, counts=counts, reads=reads,
+            totals=totals, holds_wholes=not part.is_part, due=due,
         )  # fmt: skip
         if found is None:
             return None
@@ -182,9 +172,11 @@ def _contribution(one: Work, totals: Sequence[Tensor], find: Find, sources: Sour
         own = grad if counts else grad[:0]
         return Partial("sum", sum_of_squares(own, scratch_for([own])), torch.float64)
     here = [x if x.device == grad.device else x.to(grad.device) for x in totals]
-    part = find(segment, grad, here, due, counts, source.names)
+    part = find(segment, grad, here, due)
     if part is None:
         sources.note_end(segment, totals, due)
+    elif not counts and part.kind == "sum":
+        return Partial(part.kind, torch.zeros_like(part.value), part.dtype, part.each)
     return part
 
 

@@ -262,7 +262,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
             continue
         given[id(parameter)] = {}
         prefix = f"optimizer.state.{names[id(parameter)]}."
-        factors = {entry.name for entry in kept if entry.cut in ("tensor", "rows")}
+        factors = {entry.name for entry in kept if entry.cut == "tensor"}
         for name, value in values.items():
             if name in factors and not value.numel():
                 continue  # of which a stepper saves nothing

@@ -117,7 +117,7 @@ def _of_entries(entries: list[tuple[Entry, Tensor]], numel: int, name: str) -> F
     for entry, x in entries:
         if entry.role == "shared" or not x.is_floating_point() or not x.numel():
             continue
-        block = 1 if entry.part is None or entry.cut in ("tensor", "rows") else entry.part.block
+        block = 1 if entry.part is None or entry.cut == "tensor" else entry.part.block
         count = count_nonfinite(x) * block
         if block > 1:
             # The last number may be that of fewer elements.

@@ -1,7 +1,6 @@
 """Combinators: transforms that are made of other transforms."""
 
 from everybit.combinators.accumulate import accumulate
-from everybit.combinators.atoms import atoms, of_atoms, of_row_blocks, row_blocks, step_cost
 from everybit.combinators.cautious import Cautious, cautious
 from everybit.combinators.chain import Chain, NamedChain, chain, named_chain, zero_step
 from everybit.combinators.conditional import conditionally, freezable, freeze, unfreeze
@@ -14,12 +13,13 @@ from everybit.combinators.low_rank import LowRank, low_rank
 from everybit.combinators.masked import Masked, Partition, masked, partition
 from everybit.combinators.routing import matrices_of, routing, routing_tables, shown_matrices
 from everybit.combinators.skipping import skip_large_updates
-from everybit.combinators.whole_tensors import needs_whole_tensors, owner_work
+from everybit.combinators.step_costs import step_cost
+from everybit.combinators.whole_tensors import needs_whole_tensors
 
 __all__ = [
-    "Cautious", "Chain", "Lookahead", "LowRank", "Masked", "NamedChain", "Partition", "accumulate", "apply_if_finite", "atoms",
+    "Cautious", "Chain", "Lookahead", "LowRank", "Masked", "NamedChain", "Partition", "accumulate", "apply_if_finite",
     "cautious", "chain", "conditionally", "ema_nesterov", "freezable", "freeze", "inject_hyperparameters", "layerwise_decay",
-    "lookahead", "low_rank", "masked", "matrices_of", "mup_scales", "named_chain", "needs_whole_tensors", "of_atoms", "of_row_blocks",
-    "owner_work", "partition", "routing", "routing_tables", "row_blocks", "shown_matrices", "skip_large_updates", "step_cost",
+    "lookahead", "low_rank", "masked", "matrices_of", "mup_scales", "named_chain", "needs_whole_tensors",
+     "partition", "routing", "routing_tables",  "shown_matrices", "skip_large_updates", "step_cost",
     "unfreeze", "zero_step",
 ]  # fmt: skip

@@ -88,12 +88,12 @@ class Cautious(Wrapping):
             if self.rescale == "none":
                 return kept, CautiousState(inner)
 
-            def rescaled(agreeing: P) -> tuple[P, CautiousState]:
-                factors = tree.map(self._factor, agreeing, ctx.per_tensor.size(agreement))
+            def rescaled(agreeing: tuple[P, P]) -> tuple[P, CautiousState]:
+                factors = tree.map(self._factor, *agreeing)
                 expanded = ctx.per_tensor.expand(factors, kept)
                 return tree.elementwise(lambda u, f: u * f, kept, expanded), CautiousState(inner)
 
-            return ctx.request(ctx.per_tensor.sum(agreement), rescaled)
+            return ctx.request(ctx.per_tensor.sum_and_size(agreement), rescaled)
 
         return enter(self.transform, updates, state.inner, params, ctx, masked)
 

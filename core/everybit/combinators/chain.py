@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from everybit.base import tree
 from everybit.protocol import (
     ALONE,
-    AtOwner,
     Context,
     Cut,
     SlotDecay,
@@ -25,7 +24,6 @@ from everybit.protocol import (
     enter,
     eval_params,
     periods,
-    requested,
     require_transform,
 )
 
@@ -55,7 +53,6 @@ class NamedChainState:
 class Chain:
     """Transforms applied left to right."""
 
-    stops_at_requests: ClassVar[bool] = True
     transforms: tuple[Transform[Any], ...]
 
     def __post_init__(self) -> None:
@@ -117,7 +114,6 @@ class Chain:
 class NamedChain:
     """Transforms with names, applied in order; their states are found by name."""
 
-    stops_at_requests: ClassVar[bool] = True
     transforms: Mapping[str, Transform[Any]] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -176,41 +172,25 @@ class NamedChain:
 
 
 def _run(
-    parts: tuple[Transform[Any], ...],
+    parts: Sequence[Transform[Any]],
     updates: P,
-    states: tuple[Any, ...],
+    states: Sequence[Any],
     params: P,
     ctx: Context,
     after: Callable[[P, tuple[Any, ...]], R],
     done: tuple[Any, ...] = (),
 ) -> R:
-    """Apply the parts from number ``len(done)`` on, each to the updates of the one before it."""
-    index = len(done)
-    if index == len(parts) or (ctx.requests_only and not any_reduces(parts[index:])):
-        return after(updates, (*done, *states[index:]))
-    inside = ctx.inside(index)
-    if ctx.requests_only and any_reduces(parts[index + 1 :]):
-        # A later request is computed from all of this part's updates.
-        inside = replace(inside, requests_only=False)
+    """Apply the transforms from number ``len(done)`` on, and go on with the updates of the last and the new states."""
+    at = len(done)
+    if at == len(parts):
+        return after(updates, done)
 
-    def further(updates: P, *new: Any) -> R:
-        return _run(parts, updates, states, params, ctx, after, (*done, *new))
+    def further(
+        updates: P, new: Any
+    ) -> R:  # no closure refers to itself: its tensors would live until Python's collector comes
+        return _run(parts, updates, states, params, ctx, after, (*done, new))
 
-    neighbours = _at_owner(parts[index:]) if ctx.joint else ()
-    if len(neighbours) > 1:
-        own = states[index : index + len(neighbours)]
-        return requested(neighbours, updates, own, params, inside, lambda updates, new: further(updates, *new))
-    return enter(parts[index], updates, states[index], params, inside, further)
-
-
-def _at_owner(parts: tuple[Transform[Any], ...]) -> tuple[AtOwner, ...]:
-    """The first of some transforms that run at a parameter's owner, up to one that does not."""
-    found: list[AtOwner] = []
-    for part in parts:
-        if not isinstance(part, AtOwner):
-            break
-        found.append(part)
-    return tuple(found)
+    return enter(parts[at], updates, states[at], params, ctx.inside(at), further)
 
 
 def chain(*transforms: Transform[Any]) -> Chain:

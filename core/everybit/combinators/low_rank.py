@@ -158,7 +158,7 @@ class LowRank(Wrapping):
     def _inside(self, ctx: Context, params: Any) -> Context:
         """The inner transform's context: random bits of what is projected are those of the first elements of its matrices."""
         if not getattr(self.transform, "draws", False):
-            return replace(ctx, members=None, numbering=None)
+            return replace(ctx, numbering=None)
         leaves = tree.leaves(params)
         known = Numbering.through(leaves, ctx.first_element) if ctx.numbering is None else ctx.numbering
         numbering: list[Numbering] = []
@@ -167,7 +167,7 @@ class LowRank(Wrapping):
             numbering += [Numbering(first_of_whole(first) + part.start, kind) for part in parts] or [
                 Numbering(first, kind)
             ]
-        return replace(ctx, members=None, numbering=tuple(numbering))
+        return replace(ctx, numbering=tuple(numbering))
 
 
 def _evaluated(transform: Transform[Any], low: Any, inner: Any) -> list[Tensor]:

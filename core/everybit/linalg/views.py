@@ -16,17 +16,16 @@ class MatrixView:
     """How a parameter becomes matrices; :func:`matrix`, :func:`flattened`, :func:`heads`, :func:`row_blocks` and :func:`batched` make them.
 
     Attributes:
-        kind: Which of these; or ``"some_row_blocks"``, of neighbouring ones of the row blocks, with a dimension of 1 in front for each
-            block before them.
+        kind: Which of these.
         sizes: Of the row blocks, or the number of heads.
     """
 
-    kind: Literal["matrix", "flattened", "heads", "row_blocks", "batched", "some_row_blocks"]
+    kind: Literal["matrix", "flattened", "heads", "row_blocks", "batched"]
     sizes: tuple[int, ...] = ()
 
     def fits(self, dimensions: int) -> bool:
         """Whether parameters of so many dimensions can be seen so, if their sizes fit."""
-        several = {"batched": 3, "flattened": 2, "some_row_blocks": 2}
+        several = {"batched": 3, "flattened": 2}
         return dimensions >= several[self.kind] if self.kind in several else dimensions == 2
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
@@ -58,37 +57,12 @@ class MatrixView:
                     f"row_blocks{self.sizes}: got {tuple(shape)}; accepted are parameters of {sum(self.sizes)} rows."
                 )
             return [(size, columns) for size in self.sizes]
-        if self.kind == "some_row_blocks":
-            return [(size, shape[-1]) for size in self._run(shape)]
         return [(rows, columns)]
-
-    def atoms(self, shape: Sequence[int]) -> int:
-        """The number of equal parts of a parameter, one after the other in memory, that no matrix lies across.
-
-        Raises:
-            ValueError: It cannot be seen so.
-        """
-        shapes = self.shapes(shape)
-        if self.kind == "batched":
-            return shape[0]
-        return math.prod(shapes[0][:-2]) if len(shapes) == 1 else len(shapes) if len(set(shapes)) == 1 else 1
-
-    def row_blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The rows of parts of different sizes, one after the other, that no matrix lies across; empty if there are none.
-
-        Raises:
-            ValueError: A parameter cannot be seen so.
-        """
-        return tuple(rows for rows, _ in self.shapes(shape)) if self.kind == "row_blocks" else ()
-
-    def of_row_blocks(self) -> MatrixView:
-        """The view of neighbouring row blocks: of a tensor of shape ``(*ones, rows, columns)``, with a 1 for each block before them."""
-        return MatrixView("some_row_blocks", self.sizes)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """The batches of matrices that a tensor is, as views where its memory allows it."""
         shapes = self.shapes(x.shape)
-        if self.kind not in ("row_blocks", "some_row_blocks"):
+        if self.kind != "row_blocks":
             return [x.reshape(shapes[0])]
         return list(torch.split(x.reshape(x.shape[-2:]), [rows for rows, _ in shapes]))
 
@@ -96,17 +70,6 @@ class MatrixView:
         """The tensor of this shape that batches of matrices, as :meth:`split` gives them, are."""
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         return whole.reshape(tuple(shape))
-
-    def _run(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of the row blocks that a tensor of this shape has."""
-        first, rows = len(shape) - 2, shape[-2]
-        for end in range(first + 1, len(self.sizes) + 1):
-            if sum(self.sizes[first:end]) == rows and set(shape[:-2]) <= {1}:
-                return self.sizes[first:end]
-        raise ValueError(
-            f"row_blocks{self.sizes}: got a part of shape {tuple(shape)}; accepted are neighbouring blocks, with a dimension of 1 for each"
-            " block before them."
-        )
 
 
 def matrix() -> MatrixView:

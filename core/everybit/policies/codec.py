@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -26,7 +26,6 @@ from everybit.base import (
 from everybit.formats import BUILT_IN, Format, Parts, PartSpec
 from everybit.formats.protocol import parts_of
 from everybit.policies.policy import Resolved
-from everybit.protocol import StoredRows
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -94,8 +93,8 @@ class Codec:
         """What is stored of a value: zeros in gaps, where a step may have computed anything, and which scales of blocks must not see."""
         return without_gaps(self.first, x)
 
-    def decode_state(self, inner: S, wanted: Collection[str] | None = None) -> S:
-        """Decode the slots of a transform's state; zeros without memory stand for those that are not ``wanted``, if that is given.
+    def decode_state(self, inner: S) -> S:
+        """Decode the slots of a transform's state.
 
         Raises:
             ValueError: A slot that does not belong to the parameters under their formats; the message names the path.
@@ -114,8 +113,6 @@ class Codec:
             parts: Parts = stored if isinstance(stored, tuple) else (stored,)
             # A factor has the shape of its first part, which no parameter tells.
             like = parts[0] if leaf is None else leaf
-            if wanted is not None and name not in wanted:
-                return zeros(like, one)
             _require_parts(parts, format, like, where)
             return format.decode(parts, like.shape, one.policy.compute)
 
@@ -178,7 +175,7 @@ class Codec:
                 self.params,
                 [
                     value
-                    if value is None or isinstance(value, StoredRows)
+                    if value is None
                     else function(
                         leaf, name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
                     )
@@ -214,11 +211,6 @@ def _of_factor(key: Key, name: str, one: Resolved) -> Key:
     """
     first = first_of_whole(key.first) << 24
     return replace(key, stream=stream(f"{name}:{one.model}"), first=first, lane=None)
-
-
-def zeros(leaf: Tensor, one: Resolved) -> Tensor:
-    """Return a placeholder for a value in the compute dtype that nobody reads: of its shape, without its memory."""
-    return torch.zeros((), dtype=torch_dtype(one.policy.compute), device=leaf.device).expand(leaf.shape)
 
 
 def widened_param(leaf: Tensor, one: Resolved) -> Tensor:

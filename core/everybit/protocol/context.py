@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from everybit.base import FirstElement, Key, Numbering, require_count, require_step, stream, tree, without_gaps
-from everybit.protocol.per_tensor import Members, PerTensor
+from everybit.protocol.per_tensor import PerTensor
 from everybit.protocol.requests import Pending, Request, then
 
 P = TypeVar("P")
 T = TypeVar("T")
 A = TypeVar("A")
+
+_PER_TENSOR = PerTensor()
 
 ONCE = 1 << 62
 """A period that only the first update begins."""
@@ -30,63 +32,32 @@ class Context:
             ``apply_if_finite``, the optimizer.
         first_element: Global index of the first element of the tree, for shards and flat buffers: random bits are drawn by global index,
             so that a shard draws the same bits as the whole model. Of a buffer with gaps between parameters its :class:`Blocks`.
-        members: The parameters that the elements of each leaf belong to, for shards and flat buffers; None: every leaf is one whole
-            parameter. See :attr:`per_tensor`.
         seed: Of random draws. An optimizer fills in its own.
         due: For each period (of :meth:`every`) that the host has decided on, whether its work is due at this step; see
             :meth:`everybit.Optimizer.due`. What it does not name is decided on the device.
-        updates: Count by which work is due: int64, 0-d, 1 at the first. Filled in by the outermost of those who count, and by those inside
-            who decide on the device whether a step counts.
-        numbering: The indices of each leaf's elements, for random draws. Filled in by the optimizer; None: through all leaves, in order.
+        updates: Number of this update as periodic work and random bits count it: ``step``, unless a combinator inside decides on the
+            device which steps count.
+        numbering: The indices of each leaf's elements, for random draws. Filled in by the optimizer, of a transform that says that it
+            draws; None: through all leaves, in order.
         path: Position of the transform in the chains around it, by which equal transforms draw different bits.
-        joint: Whether a driver does work on several tensors together, or on whole tensors of which this process holds rows: requests for
-            it are returned as :class:`everybit.Pending`.
-        entered: Called with each transform that is entered and its state, for drivers that want to know what a request is computed from.
-        requests_only: Whether the caller wants the requests alone: a chain leaves out its transforms after the last that makes some.
-        pending: Whether other elements share the step, so that requests are returned as :class:`everybit.Pending` to a driver.
-        contributes: Whether this process contributes its elements to reductions; False for a copy of what another one contributes.
-        undeclared: Promises that the transform has not made, ``"per_tensor"`` or ``"draws"``; to use what they are for is an error.
+        pending: Whether this tree is one segment of a larger step. Requests are then handed to the driver as :class:`everybit.Pending`
+            instead of being answered here.
     """
 
     value: Tensor | None = None
     step: Tensor | None = None
     first_element: FirstElement = 0
-    members: tuple[Members, ...] | None = None
     seed: int | Tensor = 0
     due: tuple[tuple[int, bool], ...] = ()
     updates: Tensor | None = None
     numbering: tuple[Numbering, ...] | None = None
     path: tuple[int, ...] = ()
-    joint: bool = False
-    entered: Callable[[Any, Any], None] | None = None
-    requests_only: bool = False
     pending: bool = False
-    contributes: bool = True
-    undeclared: tuple[str, ...] = ()
 
     @property
     def per_tensor(self) -> PerTensor:
-        """Reductions over each whole parameter, for transforms with ``per_tensor = True``.
-
-        Raises:
-            TypeError: The transform does not say so.
-        """
-        if "per_tensor" in self.undeclared:
-            raise TypeError(_undeclared("per_tensor", "per_tensor"))
-        return PerTensor(self.members)
-
-    @property
-    def axis(self) -> NoReturn:
-        """Former versions reduced over it.
-
-        Raises:
-            AttributeError: Always; the message has the lines that replace it.
-        """
-        raise AttributeError(
-            "ctx.axis is gone. In the place of total = ctx.axis.sum(x) and what comes after it, write def after(total): ... and"
-            " return ctx.request(eb.Sum(x), after); likewise eb.Max(x), and eb.SumOfSquares(tree) for norms. ctx.axis.owned(tree) is"
-            " ctx.owned(tree)."
-        )
+        """Requests for numbers of each whole parameter, for transforms with ``per_tensor = True``."""
+        return _PER_TENSOR
 
     def request(self, request: Request[A], resume: Callable[[A], T]) -> T:
         """Return ``resume(answer)``, with the answer to a request over all elements that share the step.
@@ -105,16 +76,14 @@ class Context:
             >>> normalized(torch.tensor([3.0, 4.0]), eb.Context())
             tensor([0.6000, 0.8000])
         """
-        if not (self.joint if request.joint else self.pending and not request.is_met()):
+        if not self.pending:
             return resume(request.here())
         waiting: Any = Pending(request, self.owned, lambda total: resume(request.answer(total)))
         return waiting  # type: ignore[no-any-return]
 
     def owned(self, values: P) -> P:
-        """Return a tree with zeros in the place of elements that another process contributes, and of padding."""
-        if not self.pending:
-            return values
-        return without_gaps(self.first_element, values) if self.contributes else tree.zeros_like(values)
+        """Return a tree with zeros in the place of padding, which contributes to no request."""
+        return without_gaps(self.first_element, values) if self.pending else values
 
     def at(self, step: Tensor) -> Context:
         """Return this context with ``step`` filled in; for those that count every step."""
@@ -130,9 +99,9 @@ class Context:
 
     def of(self, chosen: Sequence[bool]) -> Context:
         """Return the context of some of the leaves, for combinators that leave the others out."""
-        if self.members is None and self.numbering is None:
+        if not self.numbering:
             return self
-        return replace(self, members=_chosen(self.members, chosen), numbering=_chosen(self.numbering, chosen))
+        return replace(self, numbering=tuple(one for one, keep in zip(self.numbering, chosen, strict=True) if keep))
 
     def keys(self, name: str, like: P) -> P:
         """Return keys that name the random bits of each leaf of a tree: ``key.bits(leaf)`` and ``key.bits16(leaf)`` draw them.
@@ -152,10 +121,10 @@ class Context:
             TypeError: The transform does not say that it draws (``draws = True``).
             ValueError: Nobody counts steps, or the tree is not that of the parameters.
         """
-        if "draws" in self.undeclared:
-            raise TypeError(_undeclared("keys", "draws"))
         updates = require_step(self.step if self.updates is None else self.updates, "ctx.keys")
         leaves = tree.leaves(like)
+        if self.numbering == () and leaves:
+            raise TypeError(undeclared("ctx.keys", "draws"))
         numbering = Numbering.through(leaves, self.first_element) if self.numbering is None else self.numbering
         if len(numbering) != len(leaves):
             raise ValueError(
@@ -203,12 +172,9 @@ ALONE = Context()
 """The context of a single process that knows nothing but the gradients."""
 
 
-def _chosen(values: tuple[T, ...] | None, chosen: Sequence[bool]) -> tuple[T, ...] | None:
-    return None if values is None else tuple(one for one, keep in zip(values, chosen, strict=True) if keep)
-
-
-def _undeclared(what: str, promise: str) -> str:
+def undeclared(what: str, promise: str) -> str:
+    """The message of an error about something that is for transforms with a promise."""
     return (
-        f"ctx.{what}: asked by a transform that does not say so, on whose word parameters were cut; accepted is a transform, and"
+        f"{what}: asked by a transform that does not say so, on whose word parameters were cut; accepted is a transform, and"
         f" combinators around it, with {promise}: ClassVar[bool] = True."
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -37,11 +36,6 @@ def enter(transform: Transform[S], updates: P, state: S, params: P, ctx: Context
         _require_pair(transform, returned, state)
         return after(*returned)
 
-    if ctx.entered is not None:
-        ctx.entered(transform, state)
-    if ctx.requests_only and not getattr(transform, "stops_at_requests", False):
-        # Another combinator may make a request after its transform's update, and needs all of that.
-        ctx = replace(ctx, requests_only=False)
     return then(transform.update(updates, state, params, ctx), checked)
 
 

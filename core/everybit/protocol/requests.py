@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from everybit.base import tree
@@ -59,33 +58,28 @@ class Local:
 
 
 class Request(Generic[A]):
-    """Base class of requests: reductions over all elements that share a step, and joint work on several tensors.
+    """Base class of requests: reductions over all elements that share a step.
 
-    Subclasses define :meth:`here`. A reduction defines ``kind``, :meth:`partial`, and :meth:`answer` if it is not the total, too.
+    Subclasses define ``kind``, :meth:`here`, :meth:`partial`, and :meth:`answer` if it is not the total.
 
     Attributes:
-        joint: Whether it is joint work, which a driver does for several tensors together; see the ``joint`` of
-            :class:`~everybit.Context`.
-        kind: ``"sum"`` or ``"max"``, of a reduction.
+        kind: ``"sum"`` or ``"max"``.
+        each: Whether it is for a number of each leaf: slices of one parameter share it, and other parameters do not.
     """
 
-    joint: ClassVar[bool] = False
     kind: Kind = "sum"
+    each: ClassVar[bool] = False
 
     def here(self) -> A:
         """Return the answer where all elements of the step are present."""
         raise NotImplementedError
-
-    def is_met(self) -> bool:
-        """Whether :meth:`here` is the answer in every process, because each leaf is a whole parameter."""
-        return False
 
     def partial(self, owned: Owned) -> Tensor:
         """Return the contribution of the elements at hand, of any shape; contributions are summed, or their greatest is taken."""
         raise NotImplementedError
 
     def answer(self, total: Any) -> A:
-        """Return the answer, given the total over all pieces and ranks, or the results of joint work."""
+        """Return the answer, given the total over all pieces and ranks."""
         found: A = total
         return found
 
@@ -186,27 +180,23 @@ def then(result: Any, after: Callable[[Any], R]) -> R:
     return after(result)
 
 
-def advance(result: Any, totals: Sequence[Tensor]) -> Any:
+def advance(result: Any, totals: Sequence[Tensor], *, holds_wholes: bool = False) -> Any:
     """Resume a step with the totals of its first requests, in order.
 
+    Args:
+        result: What ``step`` or ``update`` returned under ``Context(pending=True)``.
+        totals: The totals.
+        holds_wholes: Whether each leaf is a whole parameter, so that requests for numbers of each are answered here, and have no total.
+
     Returns:
-        The result, or the step that waits for the next request. Of joint work, which no total answers, its :class:`Pending`: the totals
-        that are left are used after it.
+        The result, or the step that waits for the next request.
     """
-    if not isinstance(result, Pending):
-        return result
-    if result.request.joint:
-        resume = result.resume
-        return replace(result, resume=lambda found: advance(resume(found), totals))
-    return advance(result.resume(totals[0]), totals[1:]) if totals else result
-
-
-def with_results(result: Any, results: Sequence[Sequence[Tensor]] = ()) -> Any:
-    """Resume a step with the results of its first joint work, in order; further joint work is done at once."""
-    given = iter(results)
-    while isinstance(result, Pending) and result.request.joint:
-        found = next(given, None)
-        result = result.resume(result.request.here() if found is None else found)
+    given = iter(totals)
+    while isinstance(result, Pending):
+        total = result.partial() if holds_wholes and result.request.each else next(given, None)
+        if total is None:
+            break
+        result = result.resume(total)
     return result
 
 
@@ -224,7 +214,7 @@ def fulfil(result: Any, axis: Axis) -> Any:
         >>> eb.fulfil(pending, eb.Local)[0]
         tensor([0.6000, 0.8000])
     """
-    while isinstance(result := with_results(result), Pending):
+    while isinstance(result, Pending):
         partial = result.partial()
         result = result.resume(axis.sum(partial) if result.kind == "sum" else axis.max(partial))
     return result
@@ -242,8 +232,3 @@ def require_done(result: Any, who: object) -> Any:
             " whenever its update is called with the same inputs."
         )
     return result
-
-
-def stacked(values: Sequence[Tensor]) -> Tensor:
-    """One tensor of several partial results of a shape; a single one as it is."""
-    return values[0] if len(values) == 1 else torch.stack(list(values))

@@ -22,7 +22,6 @@ from everybit.base import tree
 from everybit.formats import PartSpec
 from everybit.formats.protocol import parts_of
 from everybit.policies import Resolved
-from everybit.protocol import StoredRows
 from everybit.stepping.optimizer import OptimizerState
 
 STEP, WEIGHTS, INNER = "step", "param", "inner"
@@ -36,12 +35,11 @@ VERSION_KEY = "format_version"
 Role = Literal["weights", "slot", "shared"]
 """The role of an entry: a part of the weights beside the model's own tensor, a slot, or a value that parameters stepped together share."""
 
-Cut = Literal["element", "tensor", "copy", "rows"] | int
+Cut = Literal["element", "tensor", "copy"] | int
 """How an entry may be cut where its parameter is.
 
 ``"element"``: anywhere, as the parameter's own elements. A number: at multiples of so many of the parameter's elements, counted from its
-first. ``"tensor"``: not at all. ``"copy"``: every part has a copy, and all copies are equal. ``"rows"``: between rows of its own, as a
-factor of a parameter is of which ranks hold rows; see :class:`~everybit.protocol.stored_rows.StoredRows`.
+first. ``"tensor"``: not at all. ``"copy"``: every part has a copy, and all copies are equal.
 """
 
 
@@ -69,8 +67,8 @@ class Entry:
         return self.name if self.role == "shared" else self.name.split(".")[0]
 
     def shape(self, parameter: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
-        """The entry's shape for a parameter of this shape; ``own`` is that which it has here, and that of one that is cut by rows."""
-        if self.cut in ("tensor", "copy", "rows"):
+        """The entry's shape for a parameter of this shape; ``own`` is that which it has here."""
+        if self.cut in ("tensor", "copy"):
             return tuple(own)
         return tuple(parameter) if self.part is None else self.part.shape(parameter)
 
@@ -80,7 +78,7 @@ class Entry:
         Raises:
             ValueError: The entry cannot be cut there; the message names it.
         """
-        if self.cut in ("tensor", "copy", "rows"):
+        if self.cut in ("tensor", "copy"):
             raise ValueError(f"{self.name}: cannot be cut; its rule is {self.cut!r}.")
         try:
             return (start, stop) if self.part is None else self.part.range(start, stop)
@@ -173,10 +171,6 @@ def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iter
     role: Role = "weights" if name == WEIGHTS else "slot"
     if value is None:
         return
-    if isinstance(value, StoredRows):
-        for entry, x in _of_value(name, value.value, parts):
-            yield replace(entry, cut="rows" if x.ndim else "copy") if entry.cut == "tensor" else entry, x
-        return
     if isinstance(value, dict):
         for factor, stored in value.items():
             for entry, x in _of_value(f"{name}.{factor}", stored, parts):
@@ -204,7 +198,7 @@ def former_names(found: Sequence[Entry]) -> dict[str, str]:
     numbers: dict[str, int] = {}
     former: dict[str, str] = {}
     for entry in found:
-        if entry.cut in ("tensor", "rows"):
+        if entry.cut == "tensor":
             continue  # of later versions
         number = numbers[entry.field] = numbers.get(entry.field, -1) + 1
         old = entry.field if number == 0 else f"{entry.field}.{number}"
@@ -254,8 +248,6 @@ def map_parts(
 def _mapped_value(value: Any, parts: tuple[PartSpec, ...] | None, on_part: OnPart) -> Any:
     if value is None:
         return None
-    if isinstance(value, StoredRows):
-        return tree.map(lambda x: on_part(x, None), value)
     if isinstance(value, dict):
         # The parts of a factor do not follow the parameter's elements, but for their number.
         return {factor: _mapped_value(stored, parts, on_part) for factor, stored in value.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -28,8 +28,8 @@ from everybit.policies import (
     widened_param,
     with_name_resolved,
 )
-from everybit.policies.checks import problems, undeclared
-from everybit.policies.codec import zeros
+from everybit.policies.checks import problems
+from everybit.policies.checks import undeclared as undeclared_slots
 from everybit.protocol import (
     Context,
     Cut,
@@ -49,6 +49,7 @@ from everybit.protocol import (
     separated,
     then,
 )
+from everybit.protocol.context import undeclared
 from everybit.protocol.transform import squares
 
 P = TypeVar("P")
@@ -199,7 +200,7 @@ class Optimizer(Generic[S]):
         slots: list[str] = []
         tree.map_slots(lambda name, _slot: slots.append(name), inner)
         for policy in policies_of(self.policy):
-            for name in undeclared(policy, slots, decays(self.transform)):
+            for name in undeclared_slots(policy, slots, decays(self.transform)):
                 _object(
                     f"state.{name}: {type(self.transform).__name__} does not say how slowly it moves, and"
                     f" {policy.field_of(name)} = {policy.slot(name)} rounds it to nearest, where slow averages stop moving."
@@ -264,13 +265,8 @@ class Optimizer(Generic[S]):
 
     def _inside(self, ctx: Context | None, codec: Codec) -> Context:
         """The context of a step for the transform."""
-        promises = {"per_tensor": self.per_tensor, "draws": self.draws}
-        return replace(
-            ctx or Context(),
-            seed=self.seed,
-            numbering=codec.numbering,
-            undeclared=tuple(name for name, made in promises.items() if not made),
-        ).at(codec.step)
+        numbering = codec.numbering if self.draws else ()
+        return replace(ctx or Context(), seed=self.seed, numbering=numbering).at(codec.step)
 
     def ask(
         self,
@@ -280,9 +276,11 @@ class Optimizer(Generic[S]):
         ctx: Context,
         *,
         totals: Sequence[Tensor] = (),
-        reads: Collection[str] | None = None,
+        holds_wholes: bool = False,
     ) -> Pending | None:
-        """Run a step's update up to its first request that ``totals`` do not answer, and return that; None if there is none.
+        """Run a step up to the first request that ``totals`` leave open, and return that; None if there is none.
+
+        Nothing is kept: the driver steps again when it has the totals.
 
         Args:
             params: As for :meth:`step`.
@@ -290,21 +288,18 @@ class Optimizer(Generic[S]):
             state: As for :meth:`step`.
             ctx: With ``pending=True``.
             totals: Of the first requests, in order.
-            reads: The slots, and ``"params"`` for the weights, from which the request is computed. Others are not decoded, and zeros
-                stand for them. None: all.
+            holds_wholes: See :func:`~everybit.protocol.requests.advance`.
+
+        Raises:
+            TypeError: The transform requests numbers of each parameter, and does not say so.
         """
-        formats = self.formats(params)
-        step = state.step + 1
-        codec = Codec.of(params, formats, self.seed, step, _first(ctx))
-        if reads is None or "params" in reads:
-            values = codec.decode_params(state.extra)
-        else:
-            values = [zeros(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
-        inner = codec.decode_state(state.inner, reads)
-        weights = tree.replace(params, values)
-        inside, given = self._inside(ctx, codec), widened(grads, params, formats)
-        found: Any = advance(enter(self.transform, given, inner, weights, inside, lambda *_: None), totals)
-        return found if isinstance(found, Pending) else None
+        wholes = holds_wholes and self.per_tensor
+        found: Any = advance(self.step_traced(params, grads, state, ctx), totals, holds_wholes=wholes)
+        if not isinstance(found, Pending):
+            return None
+        if found.request.each and not self.per_tensor:
+            raise TypeError(undeclared("ctx.per_tensor", "per_tensor"))
+        return found
 
     def export_fp32(self, params: P, state: OptimizerState[S]) -> P:
         """Return the weights with all the precision that parameters and state hold together, in the compute dtype (float32).

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from everybit.base import Hyperparameter, Scalar, is_zero, materialize, require, require_each, tree
-from everybit.linalg import MatrixView, batched, view_for
+from everybit.linalg import MatrixView, view_for
 from everybit.protocol import ALONE, Context, WholeTensors
 from everybit.transforms.stateless import Empty
 
@@ -134,7 +134,7 @@ class MatrixWise(WholeTensors):
 
 @dataclass(frozen=True, slots=True)
 class Stateless(MatrixWise):
-    """What transforms of matrices without memory have in common: they need no whole parameter, but whole matrices.
+    """What transforms of matrices without memory have in common.
 
     Args:
         view: How a parameter becomes matrices.
@@ -144,30 +144,6 @@ class Stateless(MatrixWise):
     """
 
     reads_weights: ClassVar[bool] = False
-
-    def atoms(self, shape: Sequence[int]) -> int:
-        """Return the number of equal parts of a parameter of this shape that no matrix lies across; see :mod:`everybit.combinators.atoms`.
-
-        Raises:
-            ValueError: A parameter cannot be seen so.
-        """
-        return self.view_of(shape).atoms(shape)
-
-    def of_atoms(self) -> Self:
-        """Return the transform for a batch of such parts."""
-        return self if self.view is None else replace(self, view=batched())
-
-    def row_blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the rows of the parts of different sizes that no matrix lies across; see :mod:`everybit.combinators.atoms`.
-
-        Raises:
-            ValueError: A parameter cannot be seen so.
-        """
-        return () if self.view is None else self.view.row_blocks(shape)
-
-    def of_row_blocks(self) -> Self:
-        """Return the transform for some neighbouring parts."""
-        return self if self.view is None else replace(self, view=self.view.of_row_blocks())
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +174,6 @@ class ScaleByShape(Stateless):
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates times their factors."""
         return self.of_batches(lambda batch: scaled(batch, self.scale, batch.shape), updates), state
-
-    def of_rows(self, rows: Tensor, shape: Sequence[int], first: int) -> Tensor:
-        """Return the rows ``first`` and on of an update of this shape times their factors."""
-        batches = self.matrices(shape)
-        # Where there are several batches they are blocks of rows.
-        sizes = [one[0] for one in batches] if len(batches) > 1 else [shape[0]]
-        found, stop = [], 0
-        for size, batch in zip(sizes, batches, strict=True):
-            start, stop = stop, stop + size
-            here = rows[max(start - first, 0) : max(stop - first, 0)]
-            found.append(scaled(here, self.scale, batch))
-        return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def alone(function: Callable[..., Tensor], *batches: Tensor) -> Tensor:

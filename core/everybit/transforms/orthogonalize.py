@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, at, tree
+from everybit.base import Hyperparameter, at
 from everybit.linalg import Arithmetic, Batching, Coefficients, Normalization, orthogonalized, triples
-from everybit.protocol import ALONE, Context, JointWork
+from everybit.protocol import ALONE, Context
 from everybit.transforms.matrix_wise import (
     MatrixWise,
     Scale,
-    ScaleByShape,
     Stateless,
     require_above_zero,
     require_scale,
@@ -51,8 +49,8 @@ class Orthogonalize(Stateless):
             :math:`0.2\sqrt{\max(r, c)}`, with which AdamW's learning rates may be kept; ``"spectral_unclamped"``: :math:`\sqrt{r/c}`;
             a number; a function of both.
         batching: ``"alone"``: each matrix is computed by itself, so that its bits do not depend on which others there are, nor on how
-            parameters are sharded. ``"together"``: matrices of one shape that are updated at once, in one parameter or in several, go
-            through batched products, which are faster for many small ones, and whose bits the library decides.
+            parameters are sharded. ``"together"``: the matrices of one parameter, such as its experts, go through batched products:
+            faster for many small ones, but their bits depend on how many there are.
 
     Raises:
         TypeError: ``view`` is none.
@@ -95,8 +93,8 @@ class Orthogonalize(Stateless):
         coefficients = triples(self.coefficients, self.steps)
         eps = at(self.eps, ctx.step, name="eps")
 
-        def of_matrices(batch: Tensor) -> Tensor:
-            return orthogonalized(
+        def of_batch(batch: Tensor) -> Tensor:
+            found = orthogonalized(
                 batch,
                 coefficients,
                 arithmetic=self.arithmetic,
@@ -104,35 +102,12 @@ class Orthogonalize(Stateless):
                 eps=eps,
                 batching=self.batching,
             )
+            return scaled(found, self.scale, batch.shape)
 
-        if self.batching == "alone":
-            return self.of_batches(lambda batch: scaled(of_matrices(batch), self.scale, batch.shape), updates), state
-        leaves = tree.leaves(updates)
-        batches = [self.view_of(leaf.shape).split(leaf) if leaf.numel() else [] for leaf in leaves]
-        every = [batch for own in batches for batch in own]
-
-        def finished(results: list[Tensor]) -> tuple[P, Empty]:
-            found = iter([scaled(one, self.scale, one.shape) for one in results])
-            new = [
-                self.view_of(leaf.shape).joined([next(found) for _ in own], leaf.shape) if own else leaf
-                for leaf, own in zip(leaves, batches, strict=True)
-            ]
-            return tree.replace(updates, new), state
-
-        return ctx.request(JointWork(every, of_matrices), finished)
-
-    @property
-    def rounds_to(self) -> torch.dtype:
-        """The dtype of the iteration, to which updates are rounded first; see :mod:`everybit.protocol.whole_work`."""
-        found: torch.dtype = getattr(torch, self.arithmetic)
-        return found
-
-    def without_factor(self) -> tuple[Orthogonalize, ScaleByShape]:
-        """Return the iteration alone, and the transform that multiplies by the factor."""
-        return replace(self, scale=1.0), ScaleByShape(self.view, self.scale)
+        return self.of_batches(of_batch, updates), state
 
     def step_cost(self, shape: Sequence[int]) -> float:
-        """Return the multiply-adds of the iterations on all matrices of a parameter of this shape; see :mod:`everybit.combinators.atoms`.
+        """Return the multiply-adds of the iterations on all matrices of a parameter; see :mod:`everybit.combinators.step_costs`.
 
         Raises:
             ValueError: A parameter cannot be seen so.
@@ -145,22 +120,6 @@ class Orthogonalize(Stateless):
             )
             total += math.prod(batch) * of_each
         return total
-
-    def atoms(self, shape: Sequence[int]) -> int:
-        """Return the number of equal parts of a parameter that no matrix lies across; 1 where a matrix' bits depend on the others.
-
-        Raises:
-            ValueError: A parameter cannot be seen so.
-        """
-        return Stateless.atoms(self, shape) if self.batching == "alone" else 1
-
-    def row_blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the rows of parts of different sizes that no matrix lies across; none where a matrix' bits depend on the others.
-
-        Raises:
-            ValueError: A parameter cannot be seen so.
-        """
-        return Stateless.row_blocks(self, shape) if self.batching == "alone" else ()
 
 
 orthogonalize = Orthogonalize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from everybit.base import tree
 from everybit.combinators import Masked, Partition, needs_whole_tensors
-from everybit.protocol import Context, Members, Pending, transforms_in
+from everybit.protocol import Context, Pending, any_per_tensor, transforms_in
 from everybit.protocol.requests import Kind
 from everybit.stepping import Optimizer, OptimizerState, with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
@@ -28,11 +27,11 @@ The 58 elements of the examples, added up in float32 in another order, differ by
 def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
     """The pieces of a model, stepped on the ranks of a sharded run, get the bits that the whole model gets.
 
-    The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors: one for each tensor, and then, of a
-    transform without masks and labels, one for each piece, as in a flat buffer. A transform whose cut is ``"tensor"``,
-    or that of a part of it, gets whole tensors, each on a rank of its own. One rank has nothing, and one has a copy of what another rank
-    counts. Masks and labels that are functions are asked of the whole parameters. Under a policy with one number for a block of elements,
-    which no piece may cut, the pieces are whole parameters.
+    The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors: one for each tensor. Of a transform
+    without masks and labels that requests no numbers of each parameter they are then one for each piece, as in a flat buffer. A transform
+    whose cut is ``"tensor"``, or that of a part of it, gets whole tensors, each on a rank of its own. One rank has nothing, and one has a
+    copy of what another rank counts. Masks and labels that are functions are asked of the whole parameters. Under a policy with one number
+    for a block of elements, which no piece may cut, the pieces are whole parameters.
 
     Ranks share the requests of a transform, and nothing else: all make the same ones, in the same order. The contribution of the whole
     to a reduction is that of its pieces together, a maximum exactly, and a sum to the rounding of another order of addition; pieces and
@@ -48,7 +47,8 @@ def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
         cuts = [1, size // 2, size // 2, size // 2 + 1, size - 1, size] if anywhere else itertools.accumulate(sizes)
         edges = [0, *cuts]
         chooses = any(isinstance(one, (Masked, Partition)) for one in transforms_in(transform))
-        for joined in (False, True) if anywhere and not chooses else (False,):
+        joins = anywhere and not chooses and not any_per_tensor([transform])
+        for joined in (False, True) if joins else (False,):
             pieces = [_Piece(a, b, flat, joined) for a, b in itertools.pairwise(edges)]
             pieces.append(pieces[0]._replace(counted=False))
             what = f"{promises(transform)}: {size} {dtype} elements on shards that begin at {tuple(edges[:-1])}"
@@ -58,15 +58,14 @@ def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
 def _check_pieces(optimizer: Optimizer[Any], params: Any, pieces: list[_Piece], what: str) -> None:
     state = optimizer.init(params)
     parts = [piece.of(params) for piece in pieces]
-    sizes = [leaf.numel() for leaf in tree.leaves(params)]
-    whole = _Piece(0, sum(sizes), flat=False)
-    states = [optimizer.init(part, piece.context(sizes)) for piece, part in zip(pieces, parts, strict=True)]
+    whole = _Piece(0, sum(leaf.numel() for leaf in tree.leaves(params)), flat=False)
+    states = [optimizer.init(part, piece.context()) for piece, part in zip(pieces, parts, strict=True)]
     for step in (1, 2):
         grads = example_grads(params, step)
         now = f"{what}, step {step}"
         ranks = [_Rank(piece, part, piece.of(grads), s) for piece, part, s in zip(pieces, parts, states, strict=True)]
-        totals, stepped = _step_together(optimizer, ranks, sizes, now)
-        params, state = _step_whole(optimizer, _Rank(whole, params, grads, state), totals, sizes, now)
+        totals, stepped = _step_together(optimizer, ranks, now)
+        params, state = _step_whole(optimizer, _Rank(whole, params, grads, state), totals, now)
         parts, states = [out[0] for out in stepped], [out[1] for out in stepped]
         counted = [out for out, piece in zip(stepped, pieces, strict=True) if piece.counted]
         _require_same_bits(counted, (params, state), f"{now}: against the whole")
@@ -125,21 +124,9 @@ class _Piece(NamedTuple):
             position += leaf.numel()
         return torch.cat(found) if self.joined else tree.replace(values, found)
 
-    def context(self, sizes: Sequence[int]) -> Context:
-        """Return the context of a step of tensors of these sizes."""
-        ends = torch.tensor([0, *itertools.accumulate(sizes)])
-        whole = Members(torch.arange(len(sizes)), ends, torch.tensor(sizes, dtype=torch.float64))
-        here = whole.cut(self.start, self.stop)
-        apart = (
-            Members(here.numbers[i : i + 1], here.edges[i : i + 2] - here.edges[i], here.sizes)
-            for i in range(len(sizes))
-        )
-        return Context(
-            first_element=self.start,
-            pending=True,
-            contributes=self.counted,
-            members=(here,) if self.joined else tuple(apart),
-        )
+    def context(self) -> Context:
+        """Return the context of a step."""
+        return Context(first_element=self.start, pending=True)
 
 
 class _Rank(NamedTuple):
@@ -158,10 +145,10 @@ class _Total(NamedTuple):
 
 
 def _step_whole(
-    optimizer: Optimizer[Any], rank: _Rank, totals: list[_Total], sizes: Sequence[int], what: str
+    optimizer: Optimizer[Any], rank: _Rank, totals: list[_Total], what: str
 ) -> tuple[Any, OptimizerState[Any]]:
     """Step the whole model with the totals of its shards, and hold its own contributions against them."""
-    result: Any = optimizer.step(rank.params, rank.grads, rank.state, rank.piece.context(sizes))
+    result: Any = optimizer.step(rank.params, rank.grads, rank.state, rank.piece.context())
     made: list[tuple[Kind, Tensor]] = []
     while isinstance(result, Pending):
         made.append((result.kind, result.partial()))
@@ -174,16 +161,23 @@ def _step_whole(
 
 
 def _step_together(
-    optimizer: Optimizer[Any], ranks: list[_Rank], sizes: Sequence[int], what: str
+    optimizer: Optimizer[Any], ranks: list[_Rank], what: str
 ) -> tuple[list[_Total], list[tuple[Any, OptimizerState[Any]]]]:
     """Step all ranks, and return the totals of their reductions and each rank's result."""
     totals: list[_Total] = []
-    results: list[Any] = [
-        optimizer.step(rank.params, rank.grads, rank.state, rank.piece.context(sizes)) for rank in ranks
-    ]
+    results: list[Any] = [optimizer.step(rank.params, rank.grads, rank.state, rank.piece.context()) for rank in ranks]
     while any(isinstance(one, Pending) for one in results):
         waiting = [one for one in results if isinstance(one, Pending)]
-        partials: list[tuple[Kind, Tensor]] = [(one.kind, one.partial()) for one in waiting]
+        if any(one.request.each for one in waiting) and not optimizer.per_tensor:
+            raise AssertionError(
+                f"{what}: requests numbers of each parameter; promised is per_tensor: ClassVar[bool] = True of a transform that does."
+            )
+        # What a copy contributes another rank has contributed: of a sum nothing, and a maximum stays what it is.
+        partials: list[tuple[Kind, Tensor]] = [
+            (one.kind, one.partial() if rank.piece.counted or one.kind == "max" else torch.zeros_like(one.partial()))
+            for one, rank in zip(results, ranks, strict=True)
+            if isinstance(one, Pending)
+        ]
         made = {(kind, value.shape, value.dtype) for kind, value in partials}
         if len(waiting) < len(ranks) or len(made) > 1:
             raise AssertionError(

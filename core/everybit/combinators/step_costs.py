@@ -1,0 +1,24 @@
+"""What a step costs, for those who distribute parameters over processes. Of a transform that says nothing it costs its elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from everybit.protocol import transforms_in
+
+
+@runtime_checkable
+class HasStepCost(Protocol):
+    """A transform whose step costs more than a number of operations for each element."""
+
+    def step_cost(self, shape: Sequence[int]) -> float:
+        """Return the multiply-adds of a step on a parameter of this shape."""
+        ...
+
+
+def step_cost(transform: object, shape: Sequence[int]) -> float:
+    """Return what a step on a parameter of this shape costs: one for each element, and the multiply-adds that transforms inside declare."""
+    declared = [part for part in transforms_in(transform) if isinstance(part, HasStepCost)]
+    return math.prod(shape) + sum(part.step_cost(shape) for part in declared)

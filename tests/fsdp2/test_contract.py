@@ -381,10 +381,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "part of it": (lambda: small(shard_one, units=None), r"^model: fully_shard was applied to modules in it, and not to the model"),
     "units of two": (lambda: small(shard_all), r"^units: got some for a model to which fully_shard was applied"),
     "grads": (lambda: small(policy=TWO_GRADS), r"^policy: one\.weight and one\.bias are in one unit.*different Grads"),
-    "whole tensors": (
-        lambda: small(transform=eb.muon(0.1), mesh=mesh_of((1, 1)), outer="optim"),
-        r"^outer: got 'optim' with .*must see whole tensors.*accepted with it is outer='no_shard'",
-    ),
     "a gradient": (lambda: small(lambda m: m(torch.ones(1, 3)).sum().backward()), r"^own: holds a gradient already"),
     "no such unit": (lambda: small(units=[Cell]), r"^units: the model has no Cell"),
 }  # fmt: skip

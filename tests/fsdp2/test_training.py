@@ -106,6 +106,45 @@ def test_numbers_of_each_parameter_are_added_up_over_its_rows(
         assert "whole at owners" not in text
 
 
+WHOLE: dict[str, eb.Transform[Any]] = {
+    "muon": eb.chain(eb.clip_by_global_norm(4.0), eb.muon(0.03)),
+    "soap": eb.soap(0.03),
+}
+
+
+def by_owners(name: str, shape: tuple[int, ...] | None, ranks: int) -> tuple[Weights, list[float], int]:
+    """Weights, norms, and how many elements of state whole tensors have here."""
+    model, transform = Cells(torch.bfloat16), WHOLE[name]
+    if shape is None:
+        alone = FlatStepper(model, transform, policy="LEAN_BF16", strategy="no_shard", divisor=1.0)
+        norms = train_alone(alone, model, range(3), 1, ranks)
+        kept = [one.of.segment for one in alone.engine.as_optimizer().own.stepped if one.of.segment.is_whole]
+    else:
+        stepper = FlatStepper(
+            model, transform, policy="LEAN_BF16", mesh=mesh_of(shape), strategy="optim_grads_params", outer="optim",
+            units=[Cell], divisor=1.0,
+        )  # fmt: skip
+        norms = train(stepper, model, range(3), 1)
+        visitors = [member.visitor for member in stepper.engine.as_optimizer().own.visited()]
+        kept = [visitor.segment for visitor in visitors if visitor.segment is not None]
+    leaves = [x for one in kept for x in eb.tree.leaves((one.state.extra, one.state.inner)) if x.ndim]
+    return weights_of(model), norms, sum(x.numel() for x in leaves)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (3, 1)])
+def test_whole_tensors_are_stepped_by_owners_among_all_ranks(name: str, shape: tuple[int, ...]) -> None:
+    """Rows are not cut once more for them; state lies with one rank each."""
+    ranks = torch.Size(shape).numel()
+    weights, norms, kept = by_owners(name, None, ranks)
+    every = run(ranks, by_owners, name, shape, ranks)
+    for found, theirs, _ in every:
+        assert theirs == norms
+        assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
+    assert sum(here for *_, here in every) == kept
+    assert max(here for *_, here in every) < kept
+
+
 class Scale(nn.Module):
     """One number, whose gradient is what it is given."""
 

@@ -44,11 +44,9 @@ class Cycle(ABC):
         labelled: The transform and policy of each label, with the dtypes in which gradients are sent now.
         completeness: Whether weights and state belong together.
         staging: The host's memory for asynchronous saves.
-        counts: Whether this rank's part of the gradients counts in a sum over all ranks; of ranks that hold the same, the first does.
     """
 
     _optimizer: ShareOptimizer
-    counts: bool
 
     def __init__(
         self,
@@ -176,9 +174,13 @@ class Cycle(ABC):
     def _give_to_optimizer(self, gradients: Mapping[str, Tensor]) -> None:  # noqa: B027  # it is complete
         """Give the optimizer's parameters these gradients, if they show others."""
 
+    @abstractmethod
+    def _counted(self) -> dict[str, Tensor]:
+        """The gradients that count here in a sum over all ranks, by name: of ranks that hold the same, the first's."""
+
     def _flat_gradients(self) -> list[Tensor]:
-        """The final gradients as vectors, for their norm."""
-        return [gradient.reshape(-1) for gradient in self._gradients().values()]
+        """The gradients that count here as vectors, for their norm."""
+        return [gradient.reshape(-1) for gradient in self._counted().values()]
 
     def _summed(self, numbers: Tensor) -> Tensor:
         """Sum over all ranks."""
@@ -191,16 +193,15 @@ class Cycle(ABC):
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """Complete the gradients, and scale them; return their norm."""
         self.finish_gradients()
-        gradients = list(self._gradients().values())
-        norm = self._norm(gradients, float(norm_type))
+        norm = self._norm([*self._counted().values()], float(norm_type))
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's
-        for gradient in gradients:
+        for gradient in self._gradients().values():
             gradient.mul_(scale.to(gradient.dtype))
         return norm
 
     def _norm(self, gradients: Sequence[Tensor], order: float) -> Tensor:
         """The p-norm of all ranks' gradients: float64, 0-d."""
-        parts = [gradient.double().abs() for gradient in gradients if gradient.numel() and self.counts]
+        parts = [gradient.double().abs() for gradient in gradients if gradient.numel()]
         if math.isinf(order):
             own = torch.stack([part.amax() for part in parts] or [torch.zeros(()).double()]).amax()
             return GroupAxis((self.inner, self.outer)).max(own.to(self._device))
@@ -238,7 +239,7 @@ class Cycle(ABC):
 
         An element that is not finite shows in the sum; of large float64 numbers the squares may overflow, so that elements are counted.
         """
-        squares = self._summed(self._squares(self._flat_gradients() if self.counts else ()))
+        squares = self._summed(self._squares(self._flat_gradients()))
         if self._nan == "off" or math.isfinite(float(squares)):
             return squares, (), False
         found = self._find_nonfinite(gradients)

@@ -60,7 +60,7 @@ class BufferStepper(Cycle):
         self._optimizer = PieceOptimizer(
             judged.labelled, self._stepped, groups, seed=given.seed, step=self.step, clear=self.zero_grad
         )
-        self.counts = self.outer.rank == 0 and (given.sharding.state or self.inner.rank == 0)
+        self._counts = self.outer.rank == 0 and (given.sharding.state or self.inner.rank == 0)
         axis = GroupAxis((self.inner,) if given.sharding.state else ())
         self._optimizer.own.ranks = None if axis.is_alone else (axis, True)
         places = {place.spec.name: place for buffer in self.buffers for place in buffer.places}
@@ -252,7 +252,10 @@ class BufferStepper(Cycle):
 
     def _flat_gradients(self) -> list[Tensor]:
         """Return main gradients as they lie, with zeros in padding and for parameters without a gradient."""
-        return [of.own for of in self.buffers]
+        return [of.own for of in self.buffers] if self._counts else []
+
+    def _counted(self) -> dict[str, Tensor]:
+        return self._gradients() if self._counts else {}
 
     def _has_nonfinite(self) -> Tensor:
         """1 if a main gradient has an element that is not finite, else 0: int32, 0-d, on the device."""

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from everybit.base import dtype_name
-from everybit.combinators import needs_whole_tensors
 from everybit.policies import LOW, resolve
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.meshes import Mesh, communicators
@@ -152,7 +151,6 @@ class _Model:
 
 def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> _Model:
     inner, outer = ranks
-    is_cut = given.sharding.outer == "optim"
     left_alone, found = ignored_ids(model, given.ignored), is_sharded(model)
     if found and given.units is not None:
         raise ValueError(
@@ -169,12 +167,6 @@ def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Comm
     given.require_usable(model, by_name)
     labelled = label_parameters(model, by_name, given.transform, given.policy, given.labels)
     given.require_safe(labelled, by_name)
-    for label, one in labelled.meaning.items():
-        if is_cut and needs_whole_tensors(one.transform):
-            raise ValueError(
-                f"outer: got 'optim' with {one.transform!r}, which must see whole tensors"
-                f"{f' (label {label!r})' if label else ''}; accepted with it is outer='no_shard'."
-            )
     dtypes = {name: p.dtype for name, p in by_name.items() if p.requires_grad}
     grads = _grads(dtypes, homes, labelled.of, labelled.meaning, (inner.size, outer.size))
     mixed = any(p.dtype in LOW for p in by_name.values())

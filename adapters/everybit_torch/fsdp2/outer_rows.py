@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import all_reduce_into, as_sent, divide, reduce_scatter_into
@@ -23,16 +23,28 @@ class OuterRows:
         mesh: A mesh of one dimension, or of two, (outer, inner).
         outer: The ranks that hold the same rows.
         is_cut: Whether they cut them once more.
+        whole: The names of parameters that are stepped whole, by owners among all ranks, and are not cut once more.
 
     Attributes:
+        is_cut: Whether any parameter is.
         stepped: The tensor that is stepped for each parameter: the parameter, or a DTensor over this rank's part of its rows.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, outer: Communicator, *, is_cut: bool
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: DeviceMesh,
+        outer: Communicator,
+        *,
+        is_cut: bool,
+        whole: Collection[str] = (),
     ) -> None:
         self._outer, self.is_cut, self._device = outer, is_cut, torch.device(mesh.device_type)
-        self._edges = {p: row_edges(local(p).shape[0], outer.size) for p in parameters.values()}
+        self._edges = {
+            p: row_edges(local(p).shape[0], outer.size)
+            for name, p in parameters.items()
+            if is_cut and name not in whole
+        }
         self.stepped: dict[str, nn.Parameter] = dict(parameters)
         if is_cut:
             groups = [mesh.get_group(1), mesh.get_group(0)]
@@ -42,8 +54,9 @@ class OuterRows:
             self.stepped = {name: self._part_of(p, both) for name, p in parameters.items()}
 
     def _part_of(self, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+        outer = Shard(0) if self.cuts(parameter) else Replicate()
         rows = DTensor.from_local(
-            self._rows(local(parameter).detach(), parameter, self._outer.rank), mesh, [Shard(0), Shard(0)],
+            self._rows(local(parameter).detach(), parameter, self._outer.rank), mesh, [Shard(0), outer],
             run_check=False, shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
         part = nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -52,8 +65,12 @@ class OuterRows:
 
     def _rows(self, rows: Tensor, parameter: nn.Parameter, rank: int) -> Tensor:
         """An outer rank's part of the rows that this inner rank has of a parameter."""
-        edges = self._edges[parameter]
-        return rows[edges[rank] : edges[rank + 1]] if self.is_cut else rows
+        edges = self._edges.get(parameter)
+        return rows if edges is None else rows[edges[rank] : edges[rank + 1]]
+
+    def cuts(self, parameter: nn.Parameter) -> bool:
+        """Whether the outer ranks step different rows of a parameter."""
+        return parameter in self._edges
 
     def finish(self, main: MainGradient, divisor: float) -> dict[nn.Parameter, Tensor]:
         """Sum a unit's main gradient over the outer ranks, and divide it. Every rank of these has to call it.
@@ -73,6 +90,30 @@ class OuterRows:
             sums = as_sent(main.main, wire)
             all_reduce_into(main.main, sums, self._outer, wire, divisor=divisor, what=what).finish()
             return gradients
+        own = {p: gradient for p, gradient in gradients.items() if self.cuts(p)}
+        kept = {p: gradient for p, gradient in gradients.items() if p not in own}
+        found = self._scattered(main, own, divisor, what) if own else {}
+        return found | (self._summed(main, kept, divisor, what) if kept else {})
+
+    def _summed(
+        self, main: MainGradient, gradients: Mapping[nn.Parameter, Tensor], divisor: float, what: str
+    ) -> dict[nn.Parameter, Tensor]:
+        """The sums of all rows, on every outer rank."""
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
+        padded = torch.nn.functional.pad(
+            flat, (0, -flat.numel() % self._outer.size)
+        )  # an exact sum is made in equal parts
+        wire = main.grads.outer
+        all_reduce_into(padded, as_sent(padded, wire), self._outer, wire, divisor=divisor, what=what).finish()
+        parts = torch.split(padded[: flat.numel()], [gradient.numel() for gradient in gradients.values()])
+        return {p: part.view(gradient.shape) for (p, gradient), part in zip(gradients.items(), parts, strict=True)}
+
+    def _scattered(
+        self, main: MainGradient, gradients: Mapping[nn.Parameter, Tensor], divisor: float, what: str
+    ) -> dict[nn.Parameter, Tensor]:
+        """The sums of the rows that this outer rank steps."""
+        assert main.main is not None
+        wire = main.grads.outer
         whole, lengths = self._packed(gradients)
         own = whole.new_empty(lengths[self._outer.rank], dtype=main.main.dtype)
         sums = as_sent(whole, wire)
@@ -86,7 +127,7 @@ class OuterRows:
         if not self.is_cut or self._outer.size == 1:
             return
         by_dtype: dict[torch.dtype, dict[nn.Parameter, Tensor]] = {}
-        for parameter in parameters.values():
+        for parameter in (one for one in parameters.values() if self.cuts(one)):
             by_dtype.setdefault(parameter.dtype, {})[parameter] = local(parameter).detach()
         for weights in by_dtype.values():
             packed, lengths = self._packed(weights)

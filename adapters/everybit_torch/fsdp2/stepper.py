@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everybit.combinators import needs_whole_tensors
 from everybit_torch.dtensors import like
 from everybit_torch.flat.cycle import Cycle
 from everybit_torch.flat.optimizer import LabelledGroups, ShareOptimizer
@@ -37,8 +38,12 @@ class FSDP2Stepper(Cycle):
         self.judged, self._interrupted = judged, False  # in the middle of FSDP2's passes
         self._numbers = {p: number for number, p in enumerate(self.parameters.values())}
         self._names = {p: name for name, p in self.parameters.items()}
-        self._rows = OuterRows(self.parameters, judged.mesh, self.outer, is_cut=given.sharding.outer == "optim")
-        self.counts = self._rows.is_cut or self.outer.rank == 0
+        whole = {
+            name for name, label in judged.labelled.of.items()
+            if needs_whole_tensors(judged.labelled.meaning[label].transform)
+        }  # fmt: skip
+        is_cut = given.sharding.outer == "optim"
+        self._rows = OuterRows(self.parameters, judged.mesh, self.outer, is_cut=is_cut, whole=whole)
         fused = FusedSums(device) if given.compile else None
         self.main_gradients = [
             MainGradient(
@@ -111,6 +116,11 @@ class FSDP2Stepper(Cycle):
                     " are the same units in the same order on every rank; zero_grad() begins anew."
                 )
         return {name for name, here in zip(self.parameters, summed[:count], strict=True) if here}
+
+    def _counted(self) -> dict[str, Tensor]:
+        first = self.outer.rank == 0
+        gradients = self._gradients()
+        return {name: x for name, x in gradients.items() if first or self._rows.cuts(self.parameters[name])}
 
     def _own_nonfinite(self) -> Mapping[str, Tensor]:
         return {self._names[p]: count for main in self.main_gradients for p, count in main.nonfinite.items()}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from everybit_torch.any_precision import AnyPrecisionAdamW
 from everybit_torch.audit import Audit, LayerAudit, load_audit
+from everybit_torch.checkpoint.single_file import load_checkpoint, save_checkpoint
 from everybit_torch.checkpoint_audit import audit_checkpoint
-from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
 from everybit_torch.creating import create
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.evaluation import evaluation_weights
@@ -35,9 +35,9 @@ from everybit_torch.weight_decay import weight_decay_groups
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 if TYPE_CHECKING:
+    from everybit_torch.checkpoint.sharded import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
     from everybit_torch.fsdp2.exact_reduce_scatter import ExactReduceScatter
     from everybit_torch.planning.plan import Plan, plan
-    from everybit_torch.sharded.checkpoint import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
     from everybit_torch.sharded.mixed_precision import MixedPrecision
     from everybit_torch.sharded.nonfinite_state import NonFiniteState, nonfinite_state
     from everybit_torch.sharded.reports import NonFinite, StepReport
@@ -52,12 +52,12 @@ _LATE = {
     "NonFiniteState": "sharded.nonfinite_state",
     "Plan": "planning.plan",
     "StepReport": "sharded.reports",
-    "latest_checkpoint": "sharded.checkpoint",
-    "load_sharded": "sharded.checkpoint",
-    "load_sharded_into": "sharded.checkpoint",
+    "latest_checkpoint": "checkpoint.sharded",
+    "load_sharded": "checkpoint.sharded",
+    "load_sharded_into": "checkpoint.sharded",
     "nonfinite_state": "sharded.nonfinite_state",
     "plan": "planning.plan",
-    "save_sharded": "sharded.checkpoint",
+    "save_sharded": "checkpoint.sharded",
 }
 
 

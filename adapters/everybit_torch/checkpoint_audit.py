@@ -19,7 +19,7 @@ import everybit as eb
 from everybit.stepping.entries import VERSION_KEY
 from everybit_torch import drop_ins
 from everybit_torch.audit import LayerAudit, audit_step
-from everybit_torch.checkpoint_file import load_checkpoint
+from everybit_torch.checkpoint.single_file import load_checkpoint
 from everybit_torch.optim.optimizer import TorchOptimizer
 
 MOMENTUM = ("exp_avg", "momentum_buffer", "momentum")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.checkpoint_file import replace_file, with_message
+from everybit_torch.checkpoint.single_file import replace_file, with_message
 from everybit_torch.optim.expected import require_tensor
 from everybit_torch.optim.full_precision import RoundingLoss, rounding_loss
 from everybit_torch.optim.full_weights import FLOATS

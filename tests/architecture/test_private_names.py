@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2] / "adapters/everybit_torch"
 # Of Python and torch, outside of `torch_internals`, which is where private interfaces of torch are used.
 OF_OTHERS = {
     ("collectives/communicator.py", "_device_types"),
-    ("sharded/shard_tensor.py", "_to_copy"),  # an operator of ATen
+    ("checkpoint/shard_tensor.py", "_to_copy"),  # an operator of ATen
     ("notices.py", "_getframe"),
     # Of transformers and of the enum of its names, which has no public way to add one.
     ("names/trainer.py", "_OPTIMIZER_HANDLERS"),

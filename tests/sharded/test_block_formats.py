@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import TorchOptimizer, nonfinite_state
-from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
+from everybit_torch.checkpoint.sharded import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.block_formats import Int8Blocks, Int8Residual

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import FlatStepper, TorchOptimizer, evaluation_weights
-from everybit_torch.sharded.checkpoint import save_sharded
+from everybit_torch.checkpoint.sharded import save_sharded
 from everybit_torch.sharded.strategies import STRATEGIES
 from tests.support.exact_models import weights_of
 from tests.support.programs import Block, data, network

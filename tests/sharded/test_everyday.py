@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
 from everybit_torch import AdamW, MixedPrecision, TorchOptimizer
-from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
+from everybit_torch.checkpoint.sharded import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.programs import FLAT, Block, data, network, on_a_mesh, on_buffers, weights_of

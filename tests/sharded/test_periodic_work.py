@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import everybit as eb
 from everybit_torch import TorchOptimizer
-from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
+from everybit_torch.checkpoint.sharded import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.exact_models import whole_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import TorchOptimizer
-from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
+from everybit_torch.checkpoint.sharded import load_sharded, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 
 EXPERTS, FIRING = 64, 8

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
+from everybit_torch.checkpoint.sharded import save_sharded
 from everybit_torch.collectives import communicator
-from everybit_torch.sharded.checkpoint import save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.programs import Block, Network, data, network, on_a_mesh

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
+from everybit_torch.checkpoint.sharded import load_sharded, save_sharded
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 import everybit as eb
 from everybit.policies import PolicyName
 from everybit_torch import TorchOptimizer, nonfinite_state
+from everybit_torch.checkpoint.sharded import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.optim import visits
-from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from tests.support.matrix_model import Small, small
 from tests.support.ranks import run

@@ -25,7 +25,7 @@ def counting(*, everything: bool = False) -> Iterator[AllocationCounter]:
     def ours() -> bool:
         frame = sys._getframe(2)
         while frame is not None:
-            if frame.f_code.co_filename.endswith(("sharded/fingerprint.py", "sharded/agreement.py")):
+            if frame.f_code.co_filename.endswith(("sharded/fingerprint.py", "checkpoint/agreement.py")):
                 return False
             if (
                 not everything

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import SGD, FlatStepper, TorchOptimizer
-from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into
+from everybit_torch.checkpoint.sharded import load_sharded, load_sharded_into
 
 VERSION_1 = Path(__file__).parents[1] / "data" / "version_1"
 POLICY = eb.Policy(params=eb.Split(16), momentum=eb.Kahan(), variance=eb.Split(8, rounding="stochastic"))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from everybit.base import FloatDType, barriers
 from everybit_torch.ambient import in_plain_mode
+from everybit_torch.checkpoint.staging import StagingMemory
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.dtensors import local
 from everybit_torch.evaluation import evaluation_weights
@@ -23,7 +24,6 @@ from everybit_torch.routing import Routed
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport
-from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.step_checks import Completeness
 from everybit_torch.torch_internals.optimizers import note_step
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from everybit.stepping import entries
 from everybit.stepping.entries import Entry
+from everybit_torch.checkpoint.fit import elements
+from everybit_torch.checkpoint.parts import Flat, model_tensors
+from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.flat.layout import Place
 from everybit_torch.flat.stepper import BufferStepper
 from everybit_torch.optim.full_precision import load_all
 from everybit_torch.optim.parameters import Own
-from everybit_torch.sharded.saved_fit import elements
-from everybit_torch.sharded.saved_parts import Flat, model_tensors
-from everybit_torch.sharded.shard_tensor import ShardTensor
 
 
 class PieceParts:

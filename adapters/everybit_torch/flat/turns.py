@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from everybit_torch.checkpoint.host_bytes import bytes_of
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.sharded.host_bytes import bytes_of
 
 Turn = Literal["microbatch", "step"]
 

@@ -7,13 +7,13 @@ import math
 from torch import Tensor
 
 from everybit.stepping.entries import Entry
+from everybit_torch.checkpoint.fit import elements
+from everybit_torch.checkpoint.parts import Flat, model_tensors
+from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.fsdp2.stepper import FSDP2Stepper
 from everybit_torch.optim.full_precision import load_all
 from everybit_torch.optim.visiting import entries_of
-from everybit_torch.sharded.saved_fit import elements
-from everybit_torch.sharded.saved_parts import Flat, model_tensors
-from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.torch_internals.dtensors import offset_of_local_part
 
 

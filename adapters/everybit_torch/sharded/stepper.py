@@ -13,6 +13,8 @@ from everybit.base import FloatDType
 from everybit.stepping import Unsafe
 from everybit_torch import clipping, notices
 from everybit_torch.ambient import in_plain_mode
+from everybit_torch.checkpoint.pending import PendingSave
+from everybit_torch.checkpoint.staging import StagingMemory
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.meshes import Mesh, ranks_of
@@ -23,9 +25,7 @@ from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.labelling import AnyPrecision, LabelledTransform, Labels, Transforms
 from everybit_torch.sharded.model_units import Units
 from everybit_torch.sharded.module_buffers import BufferValues, synchronize_buffers
-from everybit_torch.sharded.pending_save import PendingSave
 from everybit_torch.sharded.reports import NanCheck, StepReport
-from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
 
 if TYPE_CHECKING:

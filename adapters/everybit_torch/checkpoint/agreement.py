@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from everybit_torch.checkpoint_file import with_message
+from everybit_torch.checkpoint.single_file import with_message
 from everybit_torch.collectives.communicator import Communicator
 
 T = TypeVar("T")

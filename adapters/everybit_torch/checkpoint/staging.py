@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everybit_torch import streams
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.sharded.shard_tensor import ShardTensor
+from everybit_torch.checkpoint.shard_tensor import ShardTensor
 
 
 class StagingMemory:

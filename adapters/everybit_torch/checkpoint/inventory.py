@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from everybit_torch.checkpoint_file import read_whole, replace_file
+from everybit_torch.checkpoint.single_file import read_whole, replace_file
 
 FILE = "everybit.json"
 """The inventory of a checkpoint's folder."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
+from everybit_torch.checkpoint.sharded import load_sharded, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.allocations import SMALLEST, counting

@@ -7,7 +7,7 @@ what a stepper saved under one strategy is read under another, by another number
 A checkpoint's directory holds a directory for each save, and a file ``latest`` that names the one that is whole. That file is replaced
 when every rank has written, so a rank that is killed while it saves leaves the previous checkpoint in place.
 
-Every piece has a checksum, which is compared by whoever reads it (see :mod:`~everybit_torch.sharded.checked_storage`); reading runs no code
+Every piece has a checksum, which is compared by whoever reads it (see :mod:`~everybit_torch.checkpoint.storage`); reading runs no code
 from a checkpoint. What is loaded is put aside first, in the host's memory, and taken over when all ranks have all of it.
 """
 
@@ -32,20 +32,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from everybit.stepping.entries import former_names
 from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.collectives import groups
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.flat.saved_pieces import PieceParts
-from everybit_torch.flat.stepper import BufferStepper
-from everybit_torch.fsdp2.saved_rows import RowParts
-from everybit_torch.optim.expected import as_count
-from everybit_torch.optim.full_precision import load_all
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.sharded import saved_hyperparameters
-from everybit_torch.sharded.agreement import from_first, on_all, same_kind
-from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, read_piece
-from everybit_torch.sharded.inventory import Inventory
-from everybit_torch.sharded.pending_save import PendingSave
-from everybit_torch.sharded.save_folders import (
+from everybit_torch.checkpoint import hyperparameters as saved_hyperparameters
+from everybit_torch.checkpoint.agreement import from_first, on_all, same_kind
+from everybit_torch.checkpoint.fit import require_same, require_ties
+from everybit_torch.checkpoint.folders import (
     latest_checkpoint,
     make_folder,
     next_number,
@@ -54,9 +44,19 @@ from everybit_torch.sharded.save_folders import (
     remove_old,
     remove_unless_named,
 )
-from everybit_torch.sharded.saved_fit import require_same, require_ties
-from everybit_torch.sharded.saved_parts import Flat, SavedParts
-from everybit_torch.sharded.shard_tensor import ShardTensor
+from everybit_torch.checkpoint.inventory import Inventory
+from everybit_torch.checkpoint.parts import Flat, SavedParts
+from everybit_torch.checkpoint.pending import PendingSave
+from everybit_torch.checkpoint.shard_tensor import ShardTensor
+from everybit_torch.checkpoint.storage import CheckedReader, CheckedWriter, read_piece
+from everybit_torch.collectives import groups
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.flat.saved_pieces import PieceParts
+from everybit_torch.flat.stepper import BufferStepper
+from everybit_torch.fsdp2.saved_rows import RowParts
+from everybit_torch.optim.expected import as_count
+from everybit_torch.optim.full_precision import load_all
+from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.sharded.stepper import FlatStepper
 
 __all__ = ["latest_checkpoint", "load_sharded", "load_sharded_into", "save_sharded", "sharded_state_dict"]

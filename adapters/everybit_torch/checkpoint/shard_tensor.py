@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from everybit_torch.sharded.boxes import Box, boxes
+from everybit_torch.checkpoint.boxes import Box, boxes
 from everybit_torch.torch_internals.tensors import wrapper
 
 # Who saves or loads one has imported these; they take longer than torch.distributed, and a stepper need not wait for them.

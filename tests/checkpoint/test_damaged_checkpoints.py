@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 import everybit as eb
 from everybit_torch import AdamW, FlatStepper, latest_checkpoint, load_sharded, load_sharded_into, save_sharded
-from everybit_torch.sharded.checkpoint import sharded_state_dict
-from everybit_torch.sharded.shard_tensor import ShardTensor
+from everybit_torch.checkpoint.shard_tensor import ShardTensor
+from everybit_torch.checkpoint.sharded import sharded_state_dict
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.programs import Block, data, network
 from tests.support.ranks import run

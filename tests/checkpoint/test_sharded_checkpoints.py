@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import everybit as eb
 from everybit.protocol import ALONE
 from everybit_torch import AdamW, TorchOptimizer
-from everybit_torch.sharded import checkpoint
-from everybit_torch.sharded.checkpoint import (
+from everybit_torch.checkpoint import sharded as checkpoint
+from everybit_torch.checkpoint.shard_tensor import ShardTensor
+from everybit_torch.checkpoint.sharded import (
     latest_checkpoint,
     load_sharded,
     load_sharded_into,
     save_sharded,
     sharded_state_dict,
 )
-from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from tests.support.programs import Block, data, network, on_a_mesh, weights_of

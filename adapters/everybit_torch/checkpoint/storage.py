@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from everybit_torch.checkpoint_file import FailingStream, replace_file, with_message
+from everybit_torch.checkpoint import dcp_metadata
+from everybit_torch.checkpoint.inventory import Inventory, Piece, SavedTensor, write_inventory
+from everybit_torch.checkpoint.single_file import FailingStream, replace_file, with_message
 from everybit_torch.dtensors import fits_in
-from everybit_torch.sharded import dcp_metadata
-from everybit_torch.sharded.inventory import Inventory, Piece, SavedTensor, write_inventory
 
 
 class _Written(NamedTuple):

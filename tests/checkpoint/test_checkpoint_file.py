@@ -23,7 +23,7 @@ import torch
 
 import everybit as eb
 from everybit_torch import AdamW, load_checkpoint, save_checkpoint
-from everybit_torch.checkpoint_file import replace_file
+from everybit_torch.checkpoint.single_file import replace_file
 from tests.support.ranks import CONTEXT
 from tests.support.small_models import Awkward, same_bits, train
 

@@ -20,8 +20,8 @@ from urllib.parse import quote, unquote
 import torch
 from torch import Tensor
 
+from everybit_torch.checkpoint.inventory import Inventory
 from everybit_torch.sharded.hyperparameters import RESERVED
-from everybit_torch.sharded.inventory import Inventory
 
 HYPERPARAMETERS, OPTIONS, GROUPS = "hyperparameters.", "options.", "groups."
 

@@ -122,9 +122,12 @@ class Partial:
             sums[gap].zero_()
         wire, what = of.grads.inner, f"gradients of {of.buffer}"
         sent = sums if of.has_bucket else as_sent(sums, wire)
+        owned = sent is not of.main  # its memory is given back as soon as the sums are there
         now = divisor if of.outer.size == 1 else None
         if not of.sharding.state:
-            under_way = all_reduce_into(of.main, sent, of.inner, wire, divisor=now, what=what, fused=of.fused)
+            under_way = all_reduce_into(
+                of.main, sent, of.inner, wire, divisor=now, what=what, fused=of.fused, owned=owned
+            )
         else:
             if self._before is not None:
                 self._before.wait()
@@ -138,6 +141,7 @@ class Partial:
                 divisor=now,
                 what=what,
                 fused=of.fused,
+                owned=owned,
                 lengths=of.buffer.uneven,
             )
         return Reduced(of, under_way, is_divided=now is not None)
@@ -160,6 +164,11 @@ class Reduced:
     def can_be_added_to(self) -> bool:
         """Whether another pass may follow in this cycle."""
         return self._of.has_bucket and not self._is_divided
+
+    def settle(self) -> None:
+        """Put the sums in their place if no other rank has to be waited for."""
+        if self._under_way is not None and self._under_way.is_done():
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the sums are there."""

@@ -184,6 +184,9 @@ class BufferStepper(Cycle):
             of, sums = self.buffers[self._next], self._sums[self._next]
             if complete and self._arrived[self._next] < len(of.buffer.places):
                 return
+            for earlier in self._sums[self._next + 1 :]:  # so that few of them have memory at a time
+                assert isinstance(earlier, Reduced)
+                earlier.settle()
             partial_sums = sums if isinstance(sums, Partial) else Partial(of, sums)
             self._sums[self._next] = partial_sums.reduce(self.judged.divisor if self._last else None)
             self._next -= 1

@@ -110,7 +110,8 @@ def require_measured(found: list[dict[str, tuple[Any, Any]]], *, totals: bool) -
             assert 0 <= there.pop("all_reduce", 0) - planned.pop("all_reduce", 0) <= 2 * 8 * 64
         assert planned == there
         planned, there = one["transient"]
-        assert 0 <= there["backward"] - planned["backward"] <= SCRATCH
+        # Sums that are there give their memory back: not all of them have some at a time.
+        assert planned["backward"] / 4 <= there["backward"] <= planned["backward"] + SCRATCH
         # Numbers of parameters are no large tensors; a first step may take more than those after it.
         assert planned["step"] / 1.1 <= there["step"] <= planned["step"] + 1024
 

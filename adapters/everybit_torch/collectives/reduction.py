@@ -228,13 +228,7 @@ def all_reduce_into(
             own, partial, communicator, wire, mode="copy", divisor=divisor, owned=owned, what=what,
             fused=fused,
         )  # fmt: skip
-        install_own = scattered.install
-
-        def install_all() -> None:
-            install_own()
-            communicator.all_gather(main, own, what).wait()
-
-        scattered.install = install_all
+        scattered.after = lambda: communicator.all_gather(main, own, what).wait()
         return scattered
     pending = communicator.all_reduce(partial, what)
     scale = 1 / wire.prescale

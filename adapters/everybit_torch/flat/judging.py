@@ -18,7 +18,7 @@ from everybit_torch.collectives.reduction import Grads
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.flat.layout import Buffer, Spec, lay_out
 from everybit_torch.sharded.arguments import Arguments
-from everybit_torch.sharded.fingerprint import Facts, describe, require_alike
+from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
 from everybit_torch.sharded.ignored_parameters import ignored_ids
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, label_parameters
 from everybit_torch.sharded.model_layout import require_model, require_some
@@ -62,23 +62,6 @@ class Judged:
             for one in firsts
         ]
 
-    def facts(self, model: nn.Module) -> Facts:
-        """Facts that every rank must share, by name."""
-        inner, outer = self.ranks
-        facts = [("strategy", repr(self.given.sharding.strategy))]
-        facts.append(("mesh", f"{inner.size} ranks" + (f" x {outer.size} outer" if outer.size > 1 else "")))
-        units = {place.spec.name: place.spec.unit for buffer in self.buffers for place in buffer.places}
-        facts += [("number of units", str(len({*units.values()}))), ("number of parameters", str(len(self.parameters)))]
-        for name, p in self.parameters.items():
-            trained = f"trained, unit {units[name]!r}" if name in units else "frozen"
-            facts.append((name, f"{p.dtype} {tuple(p.shape)}, {trained}, label {self.labelled.of.get(name, '')!r}"))
-        facts += [(f"buffer {name}", f"{b.dtype} {tuple(b.shape)}") for name, b in model.named_buffers()]
-        for label, one in self.labelled.meaning.items():
-            facts.append((f"transform of {label or 'all parameters'}", describe(one.transform)))
-            facts.append((f"policy of {label or 'all parameters'}", describe(one.policy)))
-        facts.append(("divisor", repr(self.divisor)))
-        return [*facts, *((name, repr(getattr(self.given, name))) for name in ("nan", "seed"))]
-
 
 def judge(model: nn.Module, given: Arguments) -> Judged:
     """Look at all arguments, on all ranks. Nothing is changed.
@@ -94,17 +77,17 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
     """
     require_model(model)
     ranks = communicators(given.mesh, next((p.device for p in model.parameters()), None))
-    judged: Judged | None = None
-    refused: Exception | None = None
-    try:
-        judged = _look_at(model, given.of_once(model), ranks)
-    except Exception as error:
-        refused = error
-    require_alike(refused or (judged.facts(model) if judged else ()), *ranks)
-    if refused is not None:
-        raise refused
-    assert judged is not None
-    return judged
+
+    def look() -> Judged:
+        nonlocal given
+        given = given.of_once(model)
+        return _look_at(model, given, ranks)
+
+    def facts(judged: Judged) -> Facts:
+        homes = {place.spec.name: place.spec.unit for buffer in judged.buffers for place in buffer.places}
+        return facts_of(model, given, judged.parameters, homes, judged.labelled, ranks)
+
+    return looked_at(look, facts, ranks)
 
 
 def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> Judged:

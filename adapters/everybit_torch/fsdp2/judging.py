@@ -19,7 +19,7 @@ from everybit_torch.collectives.reduction import Grads
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.fsdp2.units import Unit, homes_of, is_sharded, require_shardable, shard, sharded_modules, units_of
 from everybit_torch.sharded.arguments import Arguments
-from everybit_torch.sharded.fingerprint import Facts, describe, require_alike
+from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
 from everybit_torch.sharded.ignored_parameters import ignored_ids
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, label_parameters
 from everybit_torch.sharded.model_layout import require_model, require_some
@@ -80,17 +80,16 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
     mesh = _mesh_of(model, given.mesh, next((p.device for p in model.parameters()), torch.device("cpu")))
     device = torch.device(mesh.device_type)
     ranks = communicators(mesh, device)
-    plan: _Model | None = None
-    refused: Exception | None = None
-    try:
+
+    def look() -> _Model:
+        nonlocal given
         given = given.of_once(model)
-        plan = _look_at(model, given, ranks)
-    except Exception as error:
-        refused = error
-    require_alike(refused or (plan.facts(model, given, ranks) if plan else ()), *ranks)
-    if refused is not None:
-        raise refused
-    assert plan is not None
+        return _look_at(model, given, ranks)
+
+    def facts(found: _Model) -> Facts:
+        return facts_of(model, given, found.by_name, found.homes, found.labelled, ranks)
+
+    plan = looked_at(look, facts, ranks)
     _send_first(model, plan.left_alone, (ranks[1], ranks[0]), device)
     if not is_sharded(model):
         shard(model, plan.modules, _inner_mesh(mesh), plan.left_alone)
@@ -131,22 +130,6 @@ class _Model:
     grads: Mapping[str, Grads]
     divisor: float
     mixed: bool
-
-    def facts(self, model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> Facts:
-        """Facts that every rank must share, by name."""
-        inner, outer = ranks
-        facts = [("strategy", repr(given.sharding.strategy)), ("outer", repr(given.sharding.outer))]
-        facts.append(("mesh", f"{inner.size} ranks" + (f" x {outer.size} outer" if outer.size > 1 else "")))
-        for name, p in self.by_name.items():
-            trained = "trained" if p.requires_grad else "frozen"
-            label = self.labelled.of.get(name, "")
-            facts.append((name, f"{p.dtype} {tuple(p.shape)}, {trained}, unit {self.homes[name]!r}, label {label!r}"))
-        facts += [(f"buffer {name}", f"{b.dtype} {tuple(b.shape)}") for name, b in model.named_buffers()]
-        for label, one in self.labelled.meaning.items():
-            facts.append((f"transform of {label or 'all parameters'}", describe(one.transform)))
-            facts.append((f"policy of {label or 'all parameters'}", describe(one.policy)))
-        facts.append(("divisor", repr(self.divisor)))
-        return [*facts, *((name, repr(getattr(given, name))) for name in ("nan", "seed"))]
 
 
 def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> _Model:

@@ -10,18 +10,23 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import zip_longest
 from types import CellType, FunctionType, MethodType
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.sharded.arguments import Arguments
+from everybit_torch.sharded.labelling import Labelled
 
 Facts = Sequence[tuple[str, str]]
 """Names and values that have to be the same on every rank, in the order in which they are compared."""
+
+L = TypeVar("L")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DEPTH = 12
@@ -69,6 +74,59 @@ def _content(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
+
+
+def facts_of(
+    model: nn.Module,
+    given: Arguments,
+    parameters: Mapping[str, nn.Parameter],
+    homes: Mapping[str, str],
+    labelled: Labelled,
+    ranks: tuple[Communicator, Communicator],
+) -> Facts:
+    """List what has to be the same on every rank of a stepper, by name.
+
+    Args:
+        model: For its buffers.
+        given: The stepper's arguments.
+        parameters: Those that are managed, by name.
+        homes: The unit of each that is trained.
+        labelled: What these are stepped with.
+        ranks: The inner and the outer ranks.
+    """
+    inner, outer = ranks
+    facts = [("strategy", repr(given.sharding.strategy)), ("outer", repr(given.sharding.outer))]
+    facts.append(("mesh", f"{inner.size} ranks" + (f" x {outer.size} outer" if outer.size > 1 else "")))
+    facts += [("number of units", str(len({*homes.values()}))), ("number of parameters", str(len(parameters)))]
+    for name, p in parameters.items():
+        trained = f"trained, unit {homes[name]!r}" if p.requires_grad else "frozen"
+        facts.append((name, f"{p.dtype} {tuple(p.shape)}, {trained}, label {labelled.of.get(name, '')!r}"))
+    facts += [(f"buffer {name}", f"{b.dtype} {tuple(b.shape)}") for name, b in model.named_buffers()]
+    for label, one in labelled.meaning.items():
+        facts.append((f"transform of {label or 'all parameters'}", describe(one.transform)))
+        facts.append((f"policy of {label or 'all parameters'}", describe(one.policy)))
+    facts.append(("divisor", repr(given.divisor_of(inner.size * outer.size))))
+    return [*facts, *((name, repr(getattr(given, name))) for name in ("nan", "seed"))]
+
+
+def looked_at(look: Callable[[], L], facts: Callable[[L], Facts], ranks: tuple[Communicator, Communicator]) -> L:
+    """Return what ``look`` returns, once all ranks have looked, and found the same. Every rank has to call it.
+
+    Raises:
+        RuntimeError: Another rank refused.
+        ValueError: Two ranks found different facts.
+    """
+    found: L | None = None
+    refused: Exception | None = None
+    try:
+        found = look()
+    except Exception as error:
+        refused = error
+    require_alike(refused or (() if found is None else facts(found)), *ranks)
+    if refused is not None:
+        raise refused
+    assert found is not None
+    return found
 
 
 def require_alike(facts: Facts | Exception, inner: Communicator, outer: Communicator) -> None:

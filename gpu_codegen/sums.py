@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from everybit.testing.examples import assert_same_bits
-from everybit_torch import fused_sums
 from everybit_torch.collectives.reduction import install
+from everybit_torch.compiled import fused_sums
 from gpu_codegen import interpreting, laws
 from gpu_codegen.capture import Wrapper, captured
 from gpu_codegen.counting import count

@@ -10,29 +10,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from everybit_torch.any_precision import AnyPrecisionAdamW
-from everybit_torch.audit import Audit, LayerAudit, load_audit
+from everybit_torch.audit.checkpoints import audit_checkpoint
+from everybit_torch.audit.layers import Audit, LayerAudit, load_audit
 from everybit_torch.checkpoint.single_file import load_checkpoint, save_checkpoint
-from everybit_torch.checkpoint_audit import audit_checkpoint
 from everybit_torch.creating import create
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.freezing import freeze, unfreeze
-from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, NAdam, RAdam, Rprop
-from everybit_torch.optim.full_precision import LoadReport, RoundingLoss
-from everybit_torch.optim.gradient_release import GradientRelease, enable_gradient_release
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.outer import OuterOptimizer
-from everybit_torch.quantized_state_dicts import (
+from everybit_torch.interop.quantized import (
     bitsandbytes_state_dict,
     load_bitsandbytes_state_dict,
     load_torchao_state_dict,
     torchao_state_dict,
 )
+from everybit_torch.interop.weights import export_weights, import_weights, load_safetensors, save_safetensors
+from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, NAdam, RAdam, Rprop
+from everybit_torch.optim.full_precision import LoadReport, RoundingLoss
+from everybit_torch.optim.gradient_release import GradientRelease, enable_gradient_release
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.outer import OuterOptimizer
 from everybit_torch.routing import routing
 from everybit_torch.sharpness import sam_weights
 from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
 from everybit_torch.weight_decay import weight_decay_groups
-from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 if TYPE_CHECKING:
     from everybit_torch.checkpoint.sharded import latest_checkpoint, load_sharded, load_sharded_into, save_sharded

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import everybit as eb
 from everybit_torch import SGD, AdamW, TorchOptimizer
-from everybit_torch.fused_sums import FusedSums
+from everybit_torch.compiled.fused_sums import FusedSums
 from everybit_torch.segments import steps
 from tests.support.small_models import Awkward, same_bits, train
 

@@ -48,7 +48,7 @@ def _chunk_of_sums(device: torch.device, numel: int, parts: int, part: torch.dty
 
 
 class FusedSum(Protocol):
-    """Adds up parts in one pass over memory; see :class:`everybit_torch.fused_sums.FusedSums`."""
+    """Adds up parts in one pass over memory; see :class:`everybit_torch.compiled.fused_sums.FusedSums`."""
 
     def __call__(self, main: Tensor, parts: Tensor, *, adds: bool, by: Tensor | None, scale: float) -> bool:
         """Put the sum of ``parts``, of shape ``(ranks, n)``, into ``main``; return whether it was done."""

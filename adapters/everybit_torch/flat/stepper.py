@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.collectives.communicator import GroupAxis
+from everybit_torch.compiled.fused_sums import FusedSums
 from everybit_torch.flat.buffers import FlatBuffer, Partial, Reduced
 from everybit_torch.flat.cycle import Cycle
 from everybit_torch.flat.judging import Judged
 from everybit_torch.flat.optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.flat.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.flat.turns import Turns
-from everybit_torch.fused_sums import FusedSums
 from everybit_torch.segments.run import Memory
 from everybit_torch.segments.single import lie_at, places_of
 from everybit_torch.sharded.labelling import LabelledTransform

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.combinators import step_cost
-from everybit_torch.all_to_all import AllToAll
+from everybit_torch.collectives.all_to_all import AllToAll
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.dtensors import local, row_edges
 from everybit_torch.segments.segment import Segment

@@ -12,8 +12,8 @@ import tyro
 from rich.console import Console
 
 import everybit as eb
-from everybit_torch.audit import LayerAudit, load_audit, worst
-from everybit_torch.checkpoint_audit import audit_checkpoint
+from everybit_torch.audit.checkpoints import audit_checkpoint
+from everybit_torch.audit.layers import LayerAudit, load_audit, worst
 from everybit_torch.cli.errors import FAILED, OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions

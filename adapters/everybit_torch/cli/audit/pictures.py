@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from everybit_torch.audit import LayerAudit
+from everybit_torch.audit.layers import LayerAudit
 from everybit_torch.cli.files import write_whole
 
 MOST_NAMES = 60

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.audited_steps import After, Audited, Before, audited, nonfinite
+from everybit_torch.audit.steps import After, Audited, Before, audited, nonfinite
 from everybit_torch.dtensors import is_dtensor
 
 FORMAT = 1

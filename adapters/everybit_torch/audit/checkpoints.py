@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.stepping.entries import VERSION_KEY
 from everybit_torch import drop_ins
-from everybit_torch.audit import LayerAudit, audit_step
+from everybit_torch.audit.layers import LayerAudit, audit_step
 from everybit_torch.checkpoint.single_file import load_checkpoint
 from everybit_torch.optim.optimizer import TorchOptimizer
 

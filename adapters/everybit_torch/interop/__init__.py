@@ -1,0 +1,1 @@
+"""Room ``interop``: weights and states of other programs, and for them."""

@@ -225,10 +225,10 @@ def failing(model: Any, place: str, x: Tensor) -> None:
 PLACES = ["before", "first block", "loss", "second block's backward", "entry's backward", "after"]
 
 
-def failing_apart(strategy: Strategy) -> list[str]:
+def failing_apart(strategy: Strategy, grads: eb.Grads) -> list[str]:
     """In both microbatches of a cycle, every rank somewhere else."""
     model = network()
-    stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block])
+    stepper = FlatStepper(model, eb.sgd(0.1), policy=eb.Policy(grads=grads), strategy=strategy, units=[Block])
     expected, rank, wrong = gradients(model, stepper, "microbatch"), dist.get_rank(), []
     for shift in range(len(PLACES)):
         place = PLACES[(2 * rank + shift) % len(PLACES)]
@@ -247,9 +247,14 @@ def failing_apart(strategy: Strategy) -> list[str]:
     return wrong
 
 
+EXACT = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
+"""Whose sums are gathered after they were made: two collectives for each buffer."""
+
+
+@pytest.mark.parametrize("grads", [eb.Grads(), EXACT], ids=["native", "exact"])
 @pytest.mark.parametrize("strategy", FLAT)
-def test_ranks_may_fail_in_different_places_of_a_microbatch(strategy: Strategy) -> None:
-    for wrong in run(3, failing_apart, strategy, timeout=20):
+def test_ranks_may_fail_in_different_places_of_a_microbatch(strategy: Strategy, grads: eb.Grads) -> None:
+    for wrong in run(3, failing_apart, strategy, grads, timeout=20):
         assert not wrong
 
 

@@ -204,8 +204,11 @@ class BufferStepper(Cycle):
         """Take part to its end in a pass that was interrupted, for which other ranks may wait."""
         if self._is_passing and self._reduces and not self._turns.apart:
             with suppress(Exception):  # a rank may be gone; the next collective says so
-                for of in reversed(self.buffers[: self._next + 1]):
-                    Partial(of).reduce(None).wait()
+                for number in range(self._next, -1, -1):
+                    self._sums[number] = Partial(self.buffers[number]).reduce(None)
+                for sums in self._sums:  # in the order of all ranks: some sums are gathered when they are there
+                    assert isinstance(sums, Reduced)
+                    sums.wait()
         for parameter in self._trained:
             parameter.grad = None  # one that had come, and was not added yet
         self._is_passing = self._turns.apart = False

@@ -21,9 +21,9 @@ from everybit_torch.sharded.arguments import Arguments
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
 from everybit_torch.sharded.ignored_parameters import ignored_ids
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, label_parameters
-from everybit_torch.sharded.model_layout import require_model, require_some
 from everybit_torch.sharded.model_units import find_units
 from everybit_torch.sharded.strategies import Sharding
+from everybit_torch.sharded.trainable_models import require_model, require_some
 
 
 @dataclass(frozen=True, slots=True)

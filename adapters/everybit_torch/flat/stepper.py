@@ -22,8 +22,8 @@ from everybit_torch.flat.turns import Turns
 from everybit_torch.segments.run import Memory
 from everybit_torch.segments.single import lie_at, places_of
 from everybit_torch.sharded.labelling import LabelledTransform
-from everybit_torch.sharded.model_buffers import synchronize_values
 from everybit_torch.sharded.nonfinite import count_nonfinite
+from everybit_torch.sharded.synchronization import synchronize_values
 from everybit_torch.torch_internals.autograd import at_the_end_of_the_pass
 
 

@@ -31,9 +31,9 @@ from everybit_torch.planning.report import Plan, Ranks
 from everybit_torch.planning.rows import plan_units
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels, Transforms, label_parameters
-from everybit_torch.sharded.model_layout import require_model, require_some
 from everybit_torch.sharded.model_units import Units, find_units
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
+from everybit_torch.sharded.trainable_models import require_model, require_some
 
 __all__ = ["Plan", "Ranks", "plan", "plan_stepper"]
 

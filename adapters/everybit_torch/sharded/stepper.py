@@ -24,9 +24,9 @@ from everybit_torch.sharded.arguments import Arguments, claim
 from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.labelling import AnyPrecision, LabelledTransform, Labels, Transforms
 from everybit_torch.sharded.model_units import Units
-from everybit_torch.sharded.module_buffers import BufferValues, synchronize_buffers
 from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
+from everybit_torch.sharded.synchronization import BufferValues, synchronize_buffers
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The buffers of a model's modules, such as the running statistics of a BatchNorm: made the same on all ranks."""
+"""Makes values the same on all ranks: a model's at the start, and buffers such as running statistics when they are asked for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,21 @@ from everybit_torch.collectives.communicator import Communicator
 
 BufferValues = Literal["first", "mean"]
 """The values that buffers are set to: those of the first rank, or the mean over all ranks."""
+
+
+def synchronize_values(
+    model: nn.Module, communicators: Sequence[Communicator], parameters: Sequence[nn.Parameter]
+) -> None:
+    """Copy the first rank's values of these parameters, and of all buffers, to all ranks."""
+    ids = {id(parameter) for parameter in parameters}
+    named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in ids]
+    for name, tensor in [*named, *model.named_buffers()]:
+        for communicator in communicators:
+            values = tensor.detach()
+            whole = values if values.is_contiguous() else values.contiguous()
+            communicator.broadcast(whole, name)
+            if whole is not values:
+                values.copy_(whole)
 
 
 def synchronize_buffers(model: nn.Module, communicators: Sequence[Communicator], values: BufferValues) -> None:

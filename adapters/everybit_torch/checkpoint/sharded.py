@@ -117,14 +117,13 @@ def save_sharded(
     Raises:
         OSError: Some rank cannot write (the disk is full), or could not in the background; the message names the rank and the file, and
             says why.
-        RuntimeError: Weights and state do not belong together, or ranks had different numbers of backward passes before the last step.
+        RuntimeError: Weights and state do not belong together.
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
         ValueError: ``keep`` below 0.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"keep: got {keep!r}; accepted is 0 or more.")
     stepper.engine.completeness.require("save_sharded")
-    stepper.engine.require_equal_passes("save_sharded")
     directory, group = Path(path), _group(stepper, "saving")
 
     def begin() -> tuple[Flat, Any]:

@@ -364,9 +364,6 @@ class Cycle(ABC):
     def _holds_gradients(self) -> bool:
         return self._touched is not None or self._has_gradients
 
-    def require_equal_passes(self, name: str) -> None:  # noqa: B027  # it is complete
-        """A no-op: every step compares the ranks' passes before it changes a weight."""
-
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """The model has the weights for evaluation inside."""

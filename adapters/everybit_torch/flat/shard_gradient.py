@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import everybit as eb
 from everybit_torch.torch_internals.tensors import check_and_unscale, foreach_norm, plain_tensors
@@ -26,21 +25,11 @@ class AllGradients:
         axis: Sums and maxima over the ranks that have the other parts.
         has_nonfinite: Whether one of this rank's parts has an element that is not finite: 0-d, on the device.
         device: Where numbers are sent from.
-
-    Attributes:
-        handed_out: Whether somebody ever did something with one of the parts.
     """
 
     def __init__(self, axis: eb.Axis, has_nonfinite: Callable[[], Tensor], device: torch.device) -> None:
         self._axis, self._has_nonfinite, self._device = axis, has_nonfinite, device
         self._nonfinite: bool | None = None
-        # Who has called a function of torch on a part may have written to it, and may have kept its memory for later cycles (`.data`,
-        # `numpy()`), of which autograd sees nothing.
-        self.handed_out = False
-
-    def hand_out(self) -> None:
-        """Somebody does something with a part."""
-        self.handed_out = True
 
     def forget(self) -> None:
         """They are other gradients from here on."""
@@ -78,9 +67,6 @@ class ShardGradient(Tensor):
         cls, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         """Run ``function``, on plain tensors."""
-        for one in tree_leaves((arguments, keywords)):
-            if isinstance(one, ShardGradient):
-                one._all.hand_out()
         with plain_tensors():
             if function is torch.linalg.vector_norm and arguments[0].numel() == 0:
                 result: Any = arguments[0].new_zeros(())  # torch has none of order infinity

@@ -26,7 +26,6 @@ class OuterRows:
         whole: The names of parameters that are stepped whole, by owners among all ranks, and are not cut once more.
 
     Attributes:
-        is_cut: Whether any parameter is.
         stepped: The tensor that is stepped for each parameter: the parameter, or a DTensor over this rank's part of its rows.
     """
 
@@ -39,7 +38,7 @@ class OuterRows:
         is_cut: bool,
         whole: Collection[str] = (),
     ) -> None:
-        self._outer, self.is_cut, self._device = outer, is_cut, torch.device(mesh.device_type)
+        self._outer, self._device = outer, torch.device(mesh.device_type)
         self._edges = {
             p: row_edges(local(p).shape[0], outer.size)
             for name, p in parameters.items()
@@ -86,23 +85,22 @@ class OuterRows:
             divide(main.main, divisor)
             return gradients
         wire, what = main.grads.outer, f"gradients of {main.unit}, outer dimension"
-        if not self.is_cut:
+        own = {p: gradient for p, gradient in gradients.items() if self.cuts(p)}
+        if not own:
             sums = as_sent(main.main, wire)
             all_reduce_into(main.main, sums, self._outer, wire, divisor=divisor, what=what).finish()
             return gradients
-        own = {p: gradient for p, gradient in gradients.items() if self.cuts(p)}
         kept = {p: gradient for p, gradient in gradients.items() if p not in own}
-        found = self._scattered(main, own, divisor, what) if own else {}
-        return found | (self._summed(main, kept, divisor, what) if kept else {})
+        found = self._scattered(main, own, divisor, what)
+        return found | self._summed(main, kept, divisor, what) if kept else found
 
     def _summed(
         self, main: MainGradient, gradients: Mapping[nn.Parameter, Tensor], divisor: float, what: str
     ) -> dict[nn.Parameter, Tensor]:
         """The sums of all rows, on every outer rank."""
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
-        padded = torch.nn.functional.pad(
-            flat, (0, -flat.numel() % self._outer.size)
-        )  # an exact sum is made in equal parts
+        # An exact sum is made in equal parts.
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self._outer.size))
         wire = main.grads.outer
         all_reduce_into(padded, as_sent(padded, wire), self._outer, wire, divisor=divisor, what=what).finish()
         parts = torch.split(padded[: flat.numel()], [gradient.numel() for gradient in gradients.values()])
@@ -124,7 +122,7 @@ class OuterRows:
 
     def hand_out(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give the outer ranks the new values of the rows that this rank has stepped. Every rank of these has to call it."""
-        if not self.is_cut or self._outer.size == 1:
+        if not self._edges or self._outer.size == 1:
             return
         by_dtype: dict[torch.dtype, dict[nn.Parameter, Tensor]] = {}
         for parameter in (one for one in parameters.values() if self.cuts(one)):

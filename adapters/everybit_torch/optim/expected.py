@@ -11,7 +11,6 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import torch_dtype
-from everybit.combinators import needs_whole_tensors
 from everybit.stepping.entries import WEIGHTS, former_names
 from everybit_torch.choosing import applied
 from everybit_torch.dtensors import fits_in, is_cut_evenly, is_dtensor, local, saved_dtypes
@@ -87,7 +86,7 @@ def expectations(
         kind = (id(optimizer), parameter.shape, parameter.dtype)
         if kind not in known:
             like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            whole = needs_whole_tensors(optimizer.transform)
+            whole = optimizer.needs_whole
             known[kind] = _kinds(parameter, Segment.new(optimizer, like if whole else like.view(-1)), full=full)
         found[id(parameter)] = known[kind]
     return found

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from everybit.base import require
-from everybit.combinators import needs_whole_tensors
 from everybit.stepping import Metrics
 from everybit_torch import clipping, streams
 from everybit_torch.ambient import in_plain_mode
@@ -344,9 +343,7 @@ def enable_gradient_release(
             " transforms that do not reduce. max_norm clips by the previous step's norm."
         )
     if any(map(is_dtensor, model.parameters())) and any(
-        needs_whole_tensors(one.transform) or one.per_tensor
-        for group in optimizer.own.groups
-        for one in group.optimizers.values()
+        one.needs_whole or one.per_tensor for group in optimizer.own.groups for one in group.optimizers.values()
     ):
         raise ValueError(
             "optimizer: its transform must see whole tensors, of which ranks hold parts that come together in a step of all parameters;"

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.combinators import needs_whole_tensors
 from everybit.policies import AnyPolicy, PolicyOrName, describe, with_name_resolved
 from everybit.stepping import Unsafe, with_policy
 from everybit_torch.arguments import (
@@ -130,7 +129,7 @@ class Group:
             ValueError: The message says what changed.
         """
         for dtype, new in optimizers.items():
-            before, after = (needs_whole_tensors(one.transform) for one in (self.optimizers[dtype], new))
+            before, after = (one.needs_whole for one in (self.optimizers[dtype], new))
             if self.steps[dtype].elements and before != after:
                 raise ValueError(
                     f"{self._owner}, param group {self.number}: its transform would {'have' if after else 'not have'} to see"

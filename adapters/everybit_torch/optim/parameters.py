@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.combinators import matrices_of, needs_whole_tensors
+from everybit.combinators import matrices_of
 from everybit.policies import block_of, resolve_tree
 from everybit.stepping.entries import Entry
 from everybit_torch.choosing import Decision, applied, decide, require_labels_used, tree_of
@@ -136,7 +136,7 @@ class New:
 
     def looks_at_tensors(self) -> bool:
         """Whether its transform needs whole parameters, or requests numbers of each."""
-        return self.optimizer.per_tensor or needs_whole_tensors(self.optimizer.transform)
+        return self.optimizer.per_tensor or self.optimizer.needs_whole
 
     def is_alone(self) -> bool:
         """Whether it is stepped by itself: it is long, its transform looks at whole parameters, or it shares memory."""
@@ -351,7 +351,7 @@ class Parameters:
         firsts = [one.first + (first_element(one.parameter) if optimizer.draws_bits else 0) for one in new]
         of: Single | Bucket
         memory = None if new[0].looks_at_tensors() else self.memory.get(parameters[0])
-        whole = needs_whole_tensors(optimizer.transform)
+        whole = optimizer.needs_whole
         if memory is not None:
             of = Run(optimizer, parameters, firsts, memory)
         elif new[0].is_alone() and (whole or local(parameters[0]).is_contiguous()):
@@ -558,7 +558,7 @@ def _new(
         own = [(p, first) for p, first in ready if p.dtype is dtype]
         for (p, first), decision in zip(own, decide(optimizers[dtype], tree, [p for p, _ in own]), strict=True):
             optimizer = applied(optimizers[dtype], decision)
-            if needs_whole_tensors(optimizer.transform) and p.numel():
+            if optimizer.needs_whole and p.numel():
                 matrices_of(optimizer.transform, called[id(p)], p.shape)  # which refuses shapes that do not fit
             rows = rows_to_bring(called[id(p)], p, optimizer)
             yield New(number, names[id(p)], p, first, decision, optimizer, id(p) in tied, rows)

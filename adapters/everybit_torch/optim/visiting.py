@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.combinators import needs_whole_tensors
 from everybit.policies import policies_of
 from everybit.stepping import Metrics
 from everybit.stepping.entries import Entry
@@ -254,7 +253,7 @@ def rows_to_bring(name: str, parameter: Tensor, optimizer: eb.Optimizer[Any]) ->
     """
     if not is_dtensor(parameter) or not parameter.ndim or not parameter.numel():
         return None
-    whole = needs_whole_tensors(optimizer.transform)
+    whole = optimizer.needs_whole
     blocks = {block for policy in policies_of(optimizer.policy) for block in policy.blocks if block > 1}
     if not whole and not blocks:
         return None

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import dtype_name
-from everybit.combinators import needs_whole_tensors
 from everybit.policies import resolve, short
 from everybit.stepping import Metrics, OptimizerState, nbytes, state_bytes
 from everybit_torch.collectives.reduction import Grads
@@ -109,7 +108,7 @@ def _state(
 ) -> OptimizerState[Any]:
     """What a rank keeps of a parameter's state, without memory: of its rows, or this rank's rows of each tensor of a whole one's."""
     rows = _share(shape, kind, ranks)[0]
-    if not needs_whole_tensors(optimizer.transform):
+    if not optimizer.needs_whole:
         return optimizer.init([torch.empty(rows * math.prod(shape[1:]), dtype=dtype, device="meta")])
 
     def own(x: Tensor) -> Tensor:

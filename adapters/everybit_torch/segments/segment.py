@@ -11,7 +11,6 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import Blocks, FirstElement, Scattered
-from everybit.combinators import needs_whole_tensors
 from everybit.formats import PartSpec
 from everybit.policies import Resolved
 from everybit.protocol import advance, periods, require_done
@@ -47,7 +46,6 @@ class Segment:
         stored: The formats of the weights and of the state.
         first_tensor: ``first`` on the device: int64, 0-d, or the other indices as they are.
         count: The host's copy of ``state.step``.
-        is_whole: Whether it must not be cut, because its transform must see whole tensors.
     """
 
     optimizer: eb.Optimizer[Any]
@@ -58,11 +56,9 @@ class Segment:
     stored: Resolved = field(init=False)
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
     count: HostCount = field(init=False, default_factory=HostCount)
-    is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
         (self.stored,) = self.optimizer.formats([self.tensor])
-        self.is_whole = needs_whole_tensors(self.optimizer.transform)
         first, device = self.first, self.tensor.device
         self.first_tensor = torch.full((), first, dtype=torch.int64, device=device) if isinstance(first, int) else first
 
@@ -75,7 +71,7 @@ class Segment:
         is_part: bool = False,
     ) -> Segment:
         """Return a segment before its first step. The state of a long vector is computed piece by piece."""
-        if tensor.ndim != 1 or tensor.numel() <= CHUNK or needs_whole_tensors(optimizer.transform):
+        if tensor.ndim != 1 or tensor.numel() <= CHUNK or optimizer.needs_whole:
             return cls(optimizer, tensor, optimizer.init([tensor], eb.Context(first_element=first)), first, is_part)
         (stored,) = optimizer.formats([tensor])
 
@@ -93,6 +89,11 @@ class Segment:
         return made
 
     # -- cutting --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it must not be cut, because its transform must see whole tensors."""
+        return self.optimizer.needs_whole
 
     def cut(self, start: int, stop: int, on_shared: Callable[[Tensor], Tensor] = torch.clone) -> Segment:
         """Return the segment of some elements of a vector, as views.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.combinators import needs_whole_tensors
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
 
@@ -81,7 +80,7 @@ class Single:
 def as_stepped(parameter: Tensor, optimizer: eb.Optimizer[Any]) -> Tensor:
     """Return the memory of a parameter as it is stepped: in its shape, if its transform needs whole tensors, or else as a vector."""
     here = local(parameter).detach()
-    whole = needs_whole_tensors(optimizer.transform)
+    whole = optimizer.needs_whole
     return here if whole or not here.is_contiguous() else here.view(-1)
 
 
@@ -93,7 +92,7 @@ def shares_numbers(parameter: Tensor, optimizer: eb.Optimizer[Any], is_part: boo
         optimizer: Its optimizer.
         is_part: Whether a plain tensor is a part.
     """
-    if not optimizer.per_tensor or needs_whole_tensors(optimizer.transform):
+    if not optimizer.per_tensor or optimizer.needs_whole:
         return False
     return any(one.is_shard() for one in parameter.placements) if is_dtensor(parameter) else is_part
 

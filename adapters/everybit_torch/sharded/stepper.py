@@ -199,8 +199,7 @@ class FlatStepper:
         Raises:
             RuntimeError: Inside a microbatch, or a rank is gone. An error before anything was stepped leaves weights and state as they
                 were, and ``zero_grad()`` on every rank begins the next cycle; after one that came later a checkpoint has to be loaded.
-                Or ranks had different numbers of passes: in this cycle, or, under ``optim_grads`` with ``nan="off"``, in that of the last
-                step.
+                Or ranks began different things, or had different numbers of passes in this cycle.
         """
         return self.engine.step(loss_scale=loss_scale)
 

@@ -17,9 +17,8 @@ from everybit.combinators.step_costs import step_cost
 from everybit.combinators.whole_tensors import needs_whole_tensors
 
 __all__ = [
-    "Cautious", "Chain", "Lookahead", "LowRank", "Masked", "NamedChain", "Partition", "accumulate", "apply_if_finite",
-    "cautious", "chain", "conditionally", "ema_nesterov", "freezable", "freeze", "inject_hyperparameters", "layerwise_decay",
-    "lookahead", "low_rank", "masked", "matrices_of", "mup_scales", "named_chain", "needs_whole_tensors",
-     "partition", "routing", "routing_tables",  "shown_matrices", "skip_large_updates", "step_cost",
-    "unfreeze", "zero_step",
+    "Cautious", "Chain", "Lookahead", "LowRank", "Masked", "NamedChain", "Partition", "accumulate", "apply_if_finite", "cautious",
+    "chain", "conditionally", "ema_nesterov", "freezable", "freeze", "inject_hyperparameters", "layerwise_decay", "lookahead",
+    "low_rank", "masked", "matrices_of", "mup_scales", "named_chain", "needs_whole_tensors", "partition", "routing",
+    "routing_tables", "shown_matrices", "skip_large_updates", "step_cost", "unfreeze", "zero_step",
 ]  # fmt: skip

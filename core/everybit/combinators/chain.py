@@ -185,9 +185,8 @@ def _run(
     if at == len(parts):
         return after(updates, done)
 
-    def further(
-        updates: P, new: Any
-    ) -> R:  # no closure refers to itself: its tensors would live until Python's collector comes
+    # A closure that refers to itself would keep its tensors until Python's collector comes.
+    def further(updates: P, new: Any) -> R:
         return _run(parts, updates, states, params, ctx, after, (*done, new))
 
     return enter(parts[at], updates, states[at], params, ctx.inside(at), further)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everybit.base import FirstElement, is_parameter, once, require_seed, torch_dtype, tree, without_autocast
-from everybit.combinators import zero_step
+from everybit.combinators import needs_whole_tensors, zero_step
 from everybit.policies import (
     AnyPolicy,
     ByLabel,
@@ -125,6 +125,11 @@ class Optimizer(Generic[S]):
     def per_tensor(self) -> bool:
         """Whether a step asks ``ctx.per_tensor`` for anything."""
         return once(self, "per_tensor", lambda: any_per_tensor([self.transform]))
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether the transform, or one inside it, must see whole tensors; see :func:`~everybit.combinators.needs_whole_tensors`."""
+        return once(self, "needs_whole", lambda: needs_whole_tensors(self.transform))
 
     @property
     def draws(self) -> bool:

@@ -231,6 +231,29 @@ def test_new_values_of_hyperparameters_compile_nothing(caplog: pytest.LogCapture
     assert torch.equal(segment.tensor, reference.tensor)
 
 
+REQUESTS: dict[str, eb.Transform[Any]] = {
+    "norm of gradients": eb.clip_by_global_norm(1.0),
+    "norm of updates": eb.chain(eb.scale(2.0), eb.clip_by_global_norm(1.0)),
+    "of each parameter": eb.scale_by_trust_ratio(),
+}
+
+
+def totals_of(name: str, axis: eb.Axis, *, counts: bool) -> list[Any]:
+    segment = Segment.new(eb.with_policy(REQUESTS[name], "FP32"), torch.arange(5.0), is_part=True)
+    (totals,) = find_totals([Work(segment, torch.arange(5.0) - 1, (), counts, axis)])
+    return [total.tolist() for total in totals]
+
+
+def copied(name: str) -> list[Any]:
+    ranks = Communicator(dist.group.WORLD)
+    return totals_of(name, GroupAxis((ranks,)), counts=ranks.rank == 1)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_of_copies_on_several_ranks_one_contributes(name: str) -> None:
+    assert run(3, copied, name) == [totals_of(name, eb.Local, counts=True)] * 3
+
+
 def on_two_meshes(shape: tuple[int, ...]) -> list[float]:
     """Rows of a dense parameter over all ranks, and of an expert's over the inner ranks: outer ranks have other experts."""
     mesh = mesh_of(shape)

@@ -103,7 +103,6 @@ CONTESTANTS: tuple[Contestant, ...] = (
     Contestant("AnyPrecisionAdamW as published", _B, _published, BFLOAT16_STATE),
     Contestant("everybit FP32, not compiled", _F, _ours("FP32", compile=False), FLOAT32),
     Contestant("everybit FP32", _F, _ours("FP32", compile=True), FLOAT32),
-    Contestant("everybit FP32, flat gradients", _F, _ours("FP32", compile=True), FLOAT32),
     Contestant("everybit EXACT_BF16", _B, _ours("EXACT_BF16", compile=True), FLOAT32),
     Contestant("everybit MIXED_BF16", _B, _ours("MIXED_BF16", compile=True), FLOAT32),
     Contestant("everybit LEAN_BF16", _B, _ours("LEAN_BF16", compile=True), BFLOAT16_STATE),

@@ -83,7 +83,7 @@ SHARDED = (
 )  # fmt: skip
 PEERS = (
     "torch fused", "optimi, Triton", "optimi, Triton, Kahan", "bitsandbytes", "bitsandbytes 8 bit", "FlashOptim, 24 bit weights",
-    "Apex FusedAdam", "everybit FP32, flat gradients", "everybit EXACT_BF16", "everybit MIXED_BF16", "everybit LEAN_BF16",
+    "Apex FusedAdam", "everybit FP32", "everybit EXACT_BF16", "everybit MIXED_BF16", "everybit LEAN_BF16",
     "everybit KAHAN_BF16", "everybit TIGHT_BF16", "everybit FLOOR_BF16", "torchao, stochastic", "torchao 8 bit", "HeavyBall",
     "HeavyBall, bfloat16",
 )  # fmt: skip
@@ -94,7 +94,9 @@ REHEARSED_PEERS = ("torch fused", "optimi", "Apex FusedAdam", "everybit FP32, no
 def phases(device: str, out: Path) -> tuple[Phase, ...]:
     """All phases, in the order in which they are run."""
     full = device == "cuda"
-    tests = shlex.split("-m pytest -m cuda -q -rfEs -p no:cacheprovider --ignore=tests/conformance tests")
+    tests = shlex.split(
+        "-m pytest -m cuda -q -rfEs -p no:cacheprovider -p no:benchmark --ignore=tests/conformance tests"
+    )
     tests += [f"--junitxml={out / 'tests.xml'}"]
     # Without a CUDA toolkit powers in float64 may be off in their last bit, of which torch warns.
     tests += ["-o", "addopts=--strict-markers --import-mode=importlib", "-W", "ignore:CUDA_HOME not set"]

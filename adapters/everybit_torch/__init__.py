@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from everybit_torch.planning.plan import Plan, plan
     from everybit_torch.sharded.mixed_precision import MixedPrecision
     from everybit_torch.sharded.nonfinite_state import NonFiniteState, nonfinite_state
+    from everybit_torch.sharded.options import StepperOptions
     from everybit_torch.sharded.reports import NonFinite, StepReport
     from everybit_torch.sharded.stepper import FlatStepper
 
@@ -52,6 +53,7 @@ _LATE = {
     "NonFiniteState": "sharded.nonfinite_state",
     "Plan": "planning.plan",
     "StepReport": "sharded.reports",
+    "StepperOptions": "sharded.options",
     "latest_checkpoint": "checkpoint.sharded",
     "load_sharded": "checkpoint.sharded",
     "load_sharded_into": "checkpoint.sharded",
@@ -98,6 +100,7 @@ __all__ = [
     "RoundingLoss",
     "Rprop",
     "StepReport",
+    "StepperOptions",
     "TorchOptimizer",
     "audit_checkpoint",
     "bitsandbytes_state_dict",

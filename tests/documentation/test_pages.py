@@ -275,11 +275,12 @@ PAGES = {
     "docs/sharded.md": Page(
         setup={
             1: SHARDED,
-            2: NEW_STEPPER + TWO_DIMENSIONS,
-            3: NEW_STEPPER,
+            2: NEW_STEPPER + "model = model.bfloat16()",
+            3: NEW_STEPPER + TWO_DIMENSIONS,
             4: NEW_STEPPER,
-            5: NEW_STEPPER + PLAIN,
-            7: "model = new_model().float()",
+            5: NEW_STEPPER,
+            6: NEW_STEPPER + PLAIN,
+            8: "model = new_model().float()",
         },
         group=True,
     ),

@@ -17,8 +17,8 @@ from everybit_torch import TorchOptimizer
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.flat.judging import judge
 from everybit_torch.flat.stepper import BufferStepper
-from everybit_torch.sharded.arguments import Arguments
-from everybit_torch.sharded.strategies import Strategy, sharding
+from everybit_torch.sharded.options import StepperOptions
+from everybit_torch.sharded.strategies import Strategy
 from tests.support.exact_models import Cell, Cells, Pattern, mesh_of, seeds, train, weights_of
 from tests.support.ranks import run
 from tests.support.weights import Weights
@@ -41,12 +41,8 @@ def dtype_of(policy: str) -> torch.dtype:
 
 
 def stepper_of(model: Cells, transform: eb.Transform[Any], strategy: Strategy, **others: Any) -> BufferStepper:
-    given = {"policy": None, "mesh": None, "divisor": 1.0, "nan": "off", "compile": False} | others
-    arguments = Arguments(
-        transform, given["policy"], given["mesh"], sharding(strategy), [Cell], None, given["divisor"], given["nan"], None,
-        given["compile"], 0, "refuse",
-    )  # fmt: skip
-    return BufferStepper(model, judge(model, arguments))
+    options = StepperOptions(strategy=strategy, units=[Cell], **{"divisor": 1.0} | others)
+    return BufferStepper(model, judge(model, transform, options))
 
 
 def on_ranks(name: str, policy: str, strategy: Strategy, shape: tuple[int, ...], number: int, pattern: Pattern) -> Any:

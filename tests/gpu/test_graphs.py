@@ -14,7 +14,11 @@ from everybit.testing.examples import assert_same_bits
 from everybit_torch import EXACT_OPTIONS, TorchOptimizer
 from tests.support.devices import captured, require_device, some
 
-pytestmark = pytest.mark.cuda
+pytestmark = [
+    pytest.mark.cuda,
+    # torch's graph trees begin with one.
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+]
 require_device()
 
 PRESETS = eb.policies.PRESETS
@@ -99,6 +103,8 @@ def test_replays_have_the_bits_of_steps(policy: str, compile: bool, device: torc
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("factory", [clipped, lion, scheduled])
 def test_so_have_those_of_other_transforms(factory: Any, compile: bool, device: torch.device) -> None:
+    if compile and factory is scheduled and torch.__version__ < "2.13":
+        pytest.skip("Dynamo of torch 2.11 does not trace what makes a schedule: a step runs uncompiled, and warns")
     expected = trained("LEAN_BF16", factory, device, graph=False, compile=compile)
     got = trained("LEAN_BF16", factory, device, graph=True, compile=compile)
     assert_same_bits(got, expected, "replayed, against stepped")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,18 +21,6 @@ pytestmark = pytest.mark.cuda
 require_device()
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-
-
-@pytest.fixture
-def group(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    on_gpu = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1,
-        device_id=device if on_gpu else None,
-    )  # fmt: skip
-    yield device
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

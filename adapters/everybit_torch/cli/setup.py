@@ -18,6 +18,7 @@ from everybit_torch.cli.optimizers import Chosen, named_optimizer
 from everybit_torch.cli.output import Output
 from everybit_torch.planning.plan import Plan, plan
 from everybit_torch.sharded.labelling import AnyPrecision
+from everybit_torch.sharded.options import StepperOptions
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 
 DTYPES: dict[str, FloatDType] = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -106,9 +107,10 @@ def planned(
     """
 
     def of_rank(rank: int) -> Plan:
+        chosen = StepperOptions(policy=policy, strategy=strategy, outer=outer, units=subject.units)
         return plan(
-            subject.model, subject.optimizer.transform(), policy=policy, strategy=strategy, outer=outer, ranks=ranks,
-            units=subject.units, microbatches=options.microbatches, device=options.device, rank=rank,
+            subject.model, subject.optimizer.transform(), chosen, ranks=ranks, rank=rank,
+            microbatches=options.microbatches, device=options.device,
         )  # fmt: skip
 
     try:

@@ -47,6 +47,15 @@ def ranks_of(mesh: Mesh) -> list[int]:
     return dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh)
 
 
+def sizes_of(mesh: Mesh) -> tuple[int, int]:
+    """The number of outer and of inner ranks of a mesh; without one, this process alone."""
+    if mesh is None:
+        return 1, 1
+    if isinstance(mesh, dist.ProcessGroup):
+        return 1, mesh.size()
+    return (1, mesh.size()) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
+
+
 def _require_group() -> None:
     """Refuse to be alone among processes that somebody started together."""
     started = os.environ.get("WORLD_SIZE", "1")

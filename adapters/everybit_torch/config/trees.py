@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,7 @@ from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, require_m
 from everybit_torch.config.structure import Kinds, Reader
 from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.segments.steps import Compile
-from everybit_torch.sharded.reports import NanCheck
-from everybit_torch.sharded.strategies import OuterStrategy, Strategy
+from everybit_torch.sharded.strategies import PlainOptions
 
 if TYPE_CHECKING:
     from everybit_torch.collectives.meshes import Mesh
@@ -87,7 +86,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepperConfig:
+class StepperConfig(PlainOptions):
     """A sharded stepper and its optimizer, as data.
 
     Args:
@@ -95,16 +94,11 @@ class StepperConfig:
         policy: How parameters, state and gradients are stored and sent: a policy, a preset's name, one for each pattern of names, or None
             for float32 and float64 models stored as they are.
         no_decay: Patterns of the names of parameters that do not decay, such as ``"*.bias"``.
-        strategy: What the inner ranks shard: nothing, the optimizer's state, gradients too, or parameters too.
-        outer: What the outer ranks of a mesh of two dimensions shard.
         units: Names of classes of the model's modules, such as ``"Block"``, or of single modules, such as ``"layers.0"``, whose parameters
             are gathered and reduced together.
-        divisor: What the sum of gradients is divided by; by default the number of ranks.
-        nan: Whether a step with gradients that are not finite is skipped (``"step"``), and the parameters named (``"param"``).
-        compile: Compile the step.
-        seed: Of stochastic rounding; the same on every rank.
-        unsafe: What is done with a policy under which a slot of the state would stop moving.
         ignored: Names of parameters and of modules that are left alone.
+
+    The others are those of :class:`~everybit_torch.StepperOptions`.
 
     Raises:
         ValueError: A name of no preset.
@@ -113,14 +107,7 @@ class StepperConfig:
     algorithm: Algorithm = AdamWConfig()
     policy: eb.Policy | PolicyByName | PolicyName | None = None
     no_decay: Sequence[str] = ()
-    strategy: Strategy = "optim"
-    outer: OuterStrategy = "no_shard"
     units: Sequence[str] = ()
-    divisor: float | None = None
-    nan: NanCheck = "off"
-    compile: bool = False
-    seed: int = 0
-    unsafe: Unsafe = "refuse"
     ignored: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -138,18 +125,19 @@ class StepperConfig:
         Raises:
             ValueError: A pattern that matches no name, a unit that the model does not have, or what the stepper refuses.
         """
+        from everybit_torch.sharded.options import StepperOptions
         from everybit_torch.sharded.stepper import FlatStepper
 
         _require_patterns(self.policy, self.no_decay, model)
         transform: Any = self.algorithm.transform()
         if self.no_decay:
             transform = {"decay": transform, "no_decay": self.algorithm.without_decay().transform()}
-        return FlatStepper(
-            model, transform, policy=_policy(self.policy), mesh=mesh, strategy=self.strategy, outer=self.outer,
-            units=_units(self.units, model) or None, labels=DecayLabels(tuple(self.no_decay)) if self.no_decay else None,
-            divisor=self.divisor, nan=self.nan, ignored=self.ignored or None, compile=self.compile, seed=self.seed,
-            unsafe=self.unsafe,
+        plain = {field.name: getattr(self, field.name) for field in fields(PlainOptions)}
+        options = StepperOptions(
+            **plain, policy=_policy(self.policy), mesh=mesh, units=_units(self.units, model) or None,
+            labels=DecayLabels(tuple(self.no_decay)) if self.no_decay else None, ignored=self.ignored or None,
         )  # fmt: skip
+        return FlatStepper(model, transform, options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The arguments of a stepper on flat buffers, which are judged on all ranks before anything is changed."""
+"""The options of a stepper on flat buffers, which are judged on all ranks before anything is changed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from everybit_torch.collectives.meshes import communicators
 from everybit_torch.collectives.reduction import Grads
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.flat.layout import Buffer, Spec, lay_out
-from everybit_torch.sharded.arguments import Arguments
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
 from everybit_torch.sharded.ignored_parameters import ignored_ids
-from everybit_torch.sharded.labelling import Labelled, LabelledTransform, label_parameters
+from everybit_torch.sharded.labelling import Labelled, LabelledTransform, Transforms, label_parameters
 from everybit_torch.sharded.model_units import find_units
+from everybit_torch.sharded.options import StepperOptions
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.sharded.trainable_models import require_model, require_some
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Arguments that can work.
+    """Options that can work.
 
     Attributes:
-        given: The arguments.
+        options: The stepper's.
         ranks: The inner and the outer ranks.
         device: Of the parameters.
         parameters: Those that are managed, by name, in the model's order.
@@ -40,7 +40,7 @@ class Judged:
         divisor: The number by which sums of gradients are divided.
     """
 
-    given: Arguments
+    options: StepperOptions
     ranks: tuple[Communicator, Communicator]
     device: torch.device
     parameters: Mapping[str, nn.Parameter]
@@ -63,12 +63,13 @@ class Judged:
         ]
 
 
-def judge(model: nn.Module, given: Arguments) -> Judged:
-    """Look at all arguments, on all ranks. Nothing is changed.
+def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> Judged:
+    """Look at all options, on all ranks. Nothing is changed.
 
     Args:
         model: The model.
-        given: The other arguments.
+        transform: The transform, or one for each label.
+        options: The stepper's.
 
     Raises:
         TypeError: See the stepper.
@@ -76,22 +77,24 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
         RuntimeError: Another rank cannot make its stepper.
     """
     require_model(model)
-    ranks = communicators(given.mesh, next((p.device for p in model.parameters()), None))
+    ranks = communicators(options.mesh, next((p.device for p in model.parameters()), None))
 
     def look() -> Judged:
-        nonlocal given
-        given = given.of_once(model)
-        return _look_at(model, given, ranks)
+        nonlocal options
+        options = options.of_once(model)
+        return _look_at(model, transform, options, ranks)
 
     def facts(judged: Judged) -> Facts:
         homes = {place.spec.name: place.spec.unit for buffer in judged.buffers for place in buffer.places}
-        return facts_of(model, given, judged.parameters, homes, judged.labelled, ranks)
+        return facts_of(model, options, judged.parameters, homes, judged.labelled, ranks)
 
     return looked_at(look, facts, ranks)
 
 
-def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> Judged:
-    left_alone, units = ignored_ids(model, given.ignored), find_units(model, given.units)
+def _look_at(
+    model: nn.Module, transform: Transforms, options: StepperOptions, ranks: tuple[Communicator, Communicator]
+) -> Judged:
+    left_alone, units = ignored_ids(model, options.ignored), find_units(model, options.units)
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in left_alone}
     require_some(parameters.values())
     for name, parameter in parameters.items():
@@ -101,12 +104,12 @@ def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Comm
                 " strategy='optim_grads_params' for a model to which fully_shard was applied."
             )
     device = _device_of(parameters)
-    given.require_usable(model, parameters)
-    labelled = label_parameters(model, parameters, given.transform, given.policy, given.labels)
-    given.require_safe(labelled, parameters)
+    options.require_usable(model, parameters)
+    labelled = label_parameters(model, parameters, transform, options.policy, options.labels)
+    options.require_safe(labelled, parameters)
     sizes = ranks[0].size, ranks[1].size
-    buffers = laid_out(model, parameters, labelled, units, left_alone, given.sharding, sizes)
-    return Judged(given, ranks, device, parameters, labelled, buffers, given.divisor_of(sizes[0] * sizes[1]))
+    buffers = laid_out(model, parameters, labelled, units, left_alone, options.sharding, sizes)
+    return Judged(options, ranks, device, parameters, labelled, buffers, options.divisor_of(sizes[0] * sizes[1]))
 
 
 def laid_out(

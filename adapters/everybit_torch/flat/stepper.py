@@ -32,7 +32,7 @@ class BufferStepper(Cycle):
 
     Args:
         model: The model. Its parameters that are trained become pieces of the buffers.
-        judged: The arguments, and the places of the parameters.
+        judged: The options, and the places of the parameters.
 
     Attributes:
         judged: As given.
@@ -40,28 +40,28 @@ class BufferStepper(Cycle):
     """
 
     def __init__(self, model: nn.Module, judged: Judged) -> None:
-        given = judged.given
+        options = judged.options
         super().__init__(
-            model, judged.parameters, judged.ranks, judged.device, judged.labelled, given.nan, compile=given.compile
+            model, judged.parameters, judged.ranks, judged.device, judged.labelled, options.nan, compile=options.compile
         )
-        self.judged, self._sharding, ranks = judged, given.sharding, judged.ranks
+        self.judged, self._sharding, ranks = judged, options.sharding, judged.ranks
         synchronize_values(model, (self.outer, self.inner), tuple(judged.parameters.values()))
-        fused = FusedSums(judged.device) if given.compile else None
+        fused = FusedSums(judged.device) if options.compile else None
         self.buffers = [
-            FlatBuffer(buffer, self.parameters, grads, given.sharding, ranks, fused)
+            FlatBuffer(buffer, self.parameters, grads, options.sharding, ranks, fused)
             for buffer, grads in zip(judged.buffers, judged.grads_under(self.labelled), strict=True)
         ]
         self._trained = [self.parameters[name] for name in self.labels]
         self._places = [*places_of(self._trained)]
         self._stepped = _stepped(self.buffers, list(self.labels))
         groups = LabelledGroups(
-            self.labelled, seed=given.seed, unsafe=given.unsafe, compile=given.compile, mixed=judged.mixed
+            self.labelled, seed=options.seed, unsafe=options.unsafe, compile=options.compile, mixed=judged.mixed
         )
         self._optimizer = PieceOptimizer(
-            judged.labelled, self._stepped, groups, seed=given.seed, step=self.step, clear=self.zero_grad
+            judged.labelled, self._stepped, groups, seed=options.seed, step=self.step, clear=self.zero_grad
         )
-        self._counts = self.outer.rank == 0 and (given.sharding.state or self.inner.rank == 0)
-        axis = GroupAxis((self.inner,) if given.sharding.state else ())
+        self._counts = self.outer.rank == 0 and (options.sharding.state or self.inner.rank == 0)
+        axis = GroupAxis((self.inner,) if options.sharding.state else ())
         self._optimizer.own.ranks = None if axis.is_alone else (axis, True)
         places = {place.spec.name: place for buffer in self.buffers for place in buffer.places}
         self._optimizer.own.number_at({self._stepped[name]: place.first for name, place in places.items()})

@@ -1,4 +1,4 @@
-"""The arguments of a stepper over FSDP2, which are judged on all ranks before anything is changed."""
+"""The options of a stepper over FSDP2, which are judged on all ranks before anything is changed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from everybit_torch.collectives.meshes import Mesh, communicators
 from everybit_torch.collectives.reduction import Grads
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.fsdp2.units import Unit, homes_of, is_sharded, require_shardable, shard, sharded_modules, units_of
-from everybit_torch.sharded.arguments import Arguments
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
 from everybit_torch.sharded.ignored_parameters import ignored_ids
-from everybit_torch.sharded.labelling import Labelled, LabelledTransform, label_parameters
+from everybit_torch.sharded.labelling import Labelled, LabelledTransform, Transforms, label_parameters
 from everybit_torch.sharded.model_units import find_units
+from everybit_torch.sharded.options import StepperOptions
 from everybit_torch.sharded.trainable_models import require_model, require_some
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Arguments that can work, and a model that is sharded.
+    """Options that can work, and a model that is sharded.
 
     Attributes:
         mesh: The ranks, (outer, inner) if there are two dimensions.
@@ -39,7 +39,7 @@ class Judged:
         labelled: The labels of the parameters that are trained.
         grads: How gradients are kept and sent, by unit.
         divisor: The number by which sums of gradients are divided.
-        given: The arguments.
+        options: The stepper's.
         mixed: Whether some parameters are of 16 bits.
     """
 
@@ -51,7 +51,7 @@ class Judged:
     labelled: Labelled
     grads: Mapping[str, Grads]
     divisor: float
-    given: Arguments
+    options: StepperOptions
     mixed: bool
 
     def grads_under(self, meaning: Mapping[str, LabelledTransform]) -> dict[str, Grads]:
@@ -60,12 +60,13 @@ class Judged:
         return _grads(dtypes, self.homes, self.labelled.of, meaning, (self.ranks[0].size, self.ranks[1].size))
 
 
-def judge(model: nn.Module, given: Arguments) -> Judged:
-    """Look at all arguments, on all ranks; then shard the model, unless the user has.
+def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> Judged:
+    """Look at all options, on all ranks; then shard the model, unless the user has.
 
     Args:
         model: The model.
-        given: The other arguments.
+        transform: The transform, or one for each label.
+        options: The stepper's.
 
     Raises:
         TypeError: See the stepper.
@@ -73,21 +74,21 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
         RuntimeError: Another rank cannot make its stepper.
     """
     require_model(model)
-    if given.sharding.outer == "optim" and not (isinstance(given.mesh, DeviceMesh) and given.mesh.ndim == 2):
+    if options.sharding.outer == "optim" and not (isinstance(options.mesh, DeviceMesh) and options.mesh.ndim == 2):
         raise ValueError(
             "outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions."
         )
-    mesh = _mesh_of(model, given.mesh, next((p.device for p in model.parameters()), torch.device("cpu")))
+    mesh = _mesh_of(model, options.mesh, next((p.device for p in model.parameters()), torch.device("cpu")))
     device = torch.device(mesh.device_type)
     ranks = communicators(mesh, device)
 
     def look() -> _Model:
-        nonlocal given
-        given = given.of_once(model)
-        return _look_at(model, given, ranks)
+        nonlocal options
+        options = options.of_once(model)
+        return _look_at(model, transform, options, ranks)
 
     def facts(found: _Model) -> Facts:
-        return facts_of(model, given, found.by_name, found.homes, found.labelled, ranks)
+        return facts_of(model, options, found.by_name, found.homes, found.labelled, ranks)
 
     plan = looked_at(look, facts, ranks)
     _send_first(model, plan.left_alone, (ranks[1], ranks[0]), device)
@@ -102,7 +103,7 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
         plan.labelled,
         plan.grads,
         plan.divisor,
-        given,
+        options,
         plan.mixed,
     )
 
@@ -132,14 +133,16 @@ class _Model:
     mixed: bool
 
 
-def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> _Model:
+def _look_at(
+    model: nn.Module, transform: Transforms, options: StepperOptions, ranks: tuple[Communicator, Communicator]
+) -> _Model:
     inner, outer = ranks
-    left_alone, found = ignored_ids(model, given.ignored), is_sharded(model)
-    if found and given.units is not None:
+    left_alone, found = ignored_ids(model, options.ignored), is_sharded(model)
+    if found and options.units is not None:
         raise ValueError(
             "units: got some for a model to which fully_shard was applied; accepted is None: its units are FSDP2's."
         )
-    modules: Mapping[str, nn.Module] = sharded_modules(model) if found else find_units(model, given.units)
+    modules: Mapping[str, nn.Module] = sharded_modules(model) if found else find_units(model, options.units)
     homes = homes_of(model, modules, left_alone)
     if not found:
         require_shardable(model, homes)
@@ -147,13 +150,13 @@ def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Comm
     require_some(by_name.values())
     for name, parameter in by_name.items() if found else ():
         _require_rows(name, parameter, inner)
-    given.require_usable(model, by_name)
-    labelled = label_parameters(model, by_name, given.transform, given.policy, given.labels)
-    given.require_safe(labelled, by_name)
+    options.require_usable(model, by_name)
+    labelled = label_parameters(model, by_name, transform, options.policy, options.labels)
+    options.require_safe(labelled, by_name)
     dtypes = {name: p.dtype for name, p in by_name.items() if p.requires_grad}
     grads = _grads(dtypes, homes, labelled.of, labelled.meaning, (inner.size, outer.size))
     mixed = any(p.dtype in LOW for p in by_name.values())
-    divisor = given.divisor_of(inner.size * outer.size)
+    divisor = options.divisor_of(inner.size * outer.size)
     return _Model(left_alone, modules, homes, by_name, labelled, grads, divisor, mixed)
 
 

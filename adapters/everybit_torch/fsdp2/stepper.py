@@ -25,16 +25,16 @@ class FSDP2Stepper(Cycle):
 
     Args:
         model: The model.
-        judged: The arguments, and the model's units and labels.
+        judged: The options, and the model's units and labels.
 
     Attributes:
         judged: As given.
     """
 
     def __init__(self, model: nn.Module, judged: Judged) -> None:
-        given, device = judged.given, judged.device
+        options, device = judged.options, judged.device
         parameters = {name: p for name, p in model.named_parameters() if name in judged.homes}
-        super().__init__(model, parameters, judged.ranks, device, judged.labelled, given.nan, compile=given.compile)
+        super().__init__(model, parameters, judged.ranks, device, judged.labelled, options.nan, compile=options.compile)
         self.judged, self._interrupted = judged, False  # in the middle of FSDP2's passes
         self._numbers = {p: number for number, p in enumerate(self.parameters.values())}
         self._names = {p: name for name, p in self.parameters.items()}
@@ -42,21 +42,21 @@ class FSDP2Stepper(Cycle):
             name for name, label in judged.labelled.of.items()
             if needs_whole_tensors(judged.labelled.meaning[label].transform)
         }  # fmt: skip
-        is_cut = given.sharding.outer == "optim"
+        is_cut = options.sharding.outer == "optim"
         self._rows = OuterRows(self.parameters, judged.mesh, self.outer, is_cut=is_cut, whole=whole)
-        fused = FusedSums(device) if given.compile else None
+        fused = FusedSums(device) if options.compile else None
         self.main_gradients = [
             MainGradient(
                 unit, judged.grads[unit.name], self.inner, self.outer.size,
-                counts_nonfinite=given.nan == "param", fused=fused,
+                counts_nonfinite=options.nan == "param", fused=fused,
             )
             for unit in judged.units if unit.trained
         ]  # fmt: skip
         groups = LabelledGroups(
-            self.labelled, seed=given.seed, unsafe=given.unsafe, compile=given.compile, mixed=judged.mixed
+            self.labelled, seed=options.seed, unsafe=options.unsafe, compile=options.compile, mixed=judged.mixed
         )
         self._optimizer = ShareOptimizer(
-            judged.labelled, self._rows.stepped, groups, seed=given.seed, step=self.step, clear=self.zero_grad
+            judged.labelled, self._rows.stepped, groups, seed=options.seed, step=self.step, clear=self.zero_grad
         )
 
     @property
@@ -179,7 +179,7 @@ class FSDP2Stepper(Cycle):
     @property
     def described(self) -> str:
         """A description in one line."""
-        kind = self.judged.given.sharding
+        kind = self.judged.options.sharding
         outer = f", outer={kind.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""
         return f"strategy={kind.strategy!r} over {self.inner.size}{outer}, {len(self.judged.units)} units of FSDP2"
 

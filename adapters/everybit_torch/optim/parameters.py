@@ -354,7 +354,7 @@ class Parameters:
         whole = optimizer.needs_whole
         if memory is not None:
             of = Run(optimizer, parameters, firsts, memory)
-        elif new[0].is_alone() and (whole or local(parameters[0]).is_contiguous()):
+        elif len(new) == 1 and (whole or local(parameters[0]).is_contiguous()):
             of = Single.new(optimizer, parameters[0], firsts[0], parameters[0] in self.parts)
         else:
             of = Bucket(optimizer, parameters, firsts, parameters[0] in self.parts)

@@ -19,9 +19,12 @@ optim_grads_params    ``k (c + 2 w)``, of the model's own unit ``w`` once
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import nn
 
+from everybit_torch.collectives.meshes import sizes_of
 from everybit_torch.flat.judging import laid_out
 from everybit_torch.flat.stepper import BufferStepper
 from everybit_torch.fsdp2.stepper import FSDP2Stepper
@@ -29,10 +32,10 @@ from everybit_torch.fsdp2.units import homes_of
 from everybit_torch.planning.buffers import plan_buffers
 from everybit_torch.planning.report import Plan, Ranks
 from everybit_torch.planning.rows import plan_units
-from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
-from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels, Transforms, label_parameters
-from everybit_torch.sharded.model_units import Units, find_units
-from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
+from everybit_torch.sharded.ignored_parameters import ignored_ids
+from everybit_torch.sharded.labelling import Labelled, Transforms, label_parameters
+from everybit_torch.sharded.model_units import find_units
+from everybit_torch.sharded.options import StepperKeywords, StepperOptions
 from everybit_torch.sharded.trainable_models import require_model, require_some
 
 __all__ = ["Plan", "Ranks", "plan", "plan_stepper"]
@@ -46,12 +49,12 @@ def plan_stepper(engine: BufferStepper | FSDP2Stepper, microbatches: int) -> Pla
         microbatches: Backward passes in a step.
     """
     judged, metrics = engine.judged, engine.as_optimizer().metrics_enabled
-    labelled, kind = Labelled(engine.labels, engine.labelled), judged.given.sharding
+    labelled, kind = Labelled(engine.labels, engine.labelled), judged.options.sharding
     ranks = Ranks(engine.inner.size, engine.outer.size, engine.inner.rank, engine.outer.rank)
     if isinstance(engine, BufferStepper):
         return plan_buffers(
             engine.parameters, engine.judged.buffers, labelled, kind, ranks, microbatches=microbatches,
-            compile=judged.given.compile, metrics=metrics, device=judged.device,
+            compile=judged.options.compile, metrics=metrics, device=judged.device,
         )  # fmt: skip
     return plan_units(
         engine.parameters, engine.judged.homes, labelled, kind, ranks, microbatches=microbatches, metrics=metrics
@@ -61,19 +64,14 @@ def plan_stepper(engine: BufferStepper | FSDP2Stepper, microbatches: int) -> Pla
 def plan(
     model: nn.Module,
     transform: Transforms,
+    options: StepperOptions | None = None,
     *,
-    policy: AnyPrecision = None,
-    strategy: Strategy | int = "optim",
-    outer: OuterStrategy = "no_shard",
-    ranks: int | tuple[int, int] = 1,
-    units: Units | None = None,
-    labels: Labels | None = None,
+    ranks: int | tuple[int, int] | None = None,
+    rank: int | tuple[int, int] = 0,
     microbatches: int = 1,
-    compile: bool = False,
     metrics: bool = False,
     device: torch.device | str = "cpu",
-    rank: int | tuple[int, int] = 0,
-    ignored: Ignored | None = None,
+    **changes: Unpack[StepperKeywords],
 ) -> Plan:
     """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
@@ -84,18 +82,13 @@ def plan(
     Args:
         model: May be on the meta device: no memory is taken.
         transform: The transform that computes updates; or one for each label, with ``labels``.
-        policy: How weights, state and gradients are stored and sent, as for the stepper.
-        strategy: What is sharded over the inner ranks: a name, or the number of the ZeRO stage.
-        outer: What is sharded over the outer ranks as well: ``"no_shard"``, or ``"optim"``.
-        ranks: The number of ranks, or (outer, inner).
-        units: Modules, or classes of modules, whose parameters are gathered and reduced together.
-        labels: A function from (name, parameter) to the key of its transform.
+        options: The stepper's options; see :class:`~everybit_torch.StepperOptions`.
+        ranks: The number of ranks, or (outer, inner). None: those of the options' mesh, or one.
+        rank: The rank to plan: a number, counted as in the mesh, or (outer, inner).
         microbatches: The number of backward passes in a step.
-        compile: Whether the step is compiled, which changes its transient memory.
         metrics: Whether steps are measured; metrics persist from the first step on.
         device: The device of the training run; a step works on larger pieces on an accelerator than on a CPU.
-        rank: The rank to plan: a number, counted as in the mesh, or (outer, inner).
-        ignored: Parameters that the stepper does not manage; they are not counted.
+        **changes: Single options by name, in place of those of ``options``.
 
     Raises:
         TypeError: As the stepper.
@@ -110,24 +103,26 @@ def plan(
         >>> round(sizes.bytes_per_param, 2)
         4.75
     """
-    outer_size, inner_size = ranks if isinstance(ranks, tuple) else (1, ranks)
+    chosen = StepperOptions.of(options, changes)
+    several = sizes_of(chosen.mesh) if ranks is None else ranks
+    outer_size, inner_size = several if isinstance(several, tuple) else (1, several)
     for name, value in (("ranks", inner_size), ("ranks", outer_size), ("microbatches", microbatches)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: got {value!r}; accepted is 1 or more.")
     outer_rank, inner_rank = rank if isinstance(rank, tuple) else divmod(rank, inner_size)
     if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
         raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
-    kind, there = sharding(strategy, outer), Ranks(inner_size, outer_size, inner_rank, outer_rank)
+    kind, there = chosen.sharding, Ranks(inner_size, outer_size, inner_rank, outer_rank)
     require_model(model)
-    left_alone, modules = ignored_ids(model, ignored), find_units(model, units)
+    left_alone, modules = ignored_ids(model, chosen.ignored), find_units(model, chosen.units)
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in left_alone}
     require_some(parameters.values())
-    labelled = label_parameters(model, parameters, transform, policy, labels)
+    labelled = label_parameters(model, parameters, transform, chosen.policy, chosen.labels)
     if kind.params:
         homes = homes_of(model, modules, left_alone)
         return plan_units(parameters, homes, labelled, kind, there, microbatches=microbatches, metrics=metrics)
     buffers = laid_out(model, parameters, labelled, modules, left_alone, kind, (inner_size, outer_size))
     return plan_buffers(
         parameters, buffers, labelled, kind, there,
-        microbatches=microbatches, compile=compile, metrics=metrics, device=torch.device(device),
+        microbatches=microbatches, compile=chosen.compile, metrics=metrics, device=torch.device(device),
     )  # fmt: skip

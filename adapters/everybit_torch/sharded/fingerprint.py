@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.sharded.arguments import Arguments
 from everybit_torch.sharded.labelling import Labelled
+from everybit_torch.sharded.options import StepperOptions
 
 Facts = Sequence[tuple[str, str]]
 """Names and values that have to be the same on every rank, in the order in which they are compared."""
@@ -78,7 +78,7 @@ def _content(cell: CellType) -> object:
 
 def facts_of(
     model: nn.Module,
-    given: Arguments,
+    options: StepperOptions,
     parameters: Mapping[str, nn.Parameter],
     homes: Mapping[str, str],
     labelled: Labelled,
@@ -88,14 +88,14 @@ def facts_of(
 
     Args:
         model: For its buffers.
-        given: The stepper's arguments.
+        options: The stepper's.
         parameters: Those that are managed, by name.
         homes: The unit of each that is trained.
         labelled: What these are stepped with.
         ranks: The inner and the outer ranks.
     """
     inner, outer = ranks
-    facts = [("strategy", repr(given.sharding.strategy)), ("outer", repr(given.sharding.outer))]
+    facts = [("strategy", repr(options.strategy)), ("outer", repr(options.outer))]
     facts.append(("mesh", f"{inner.size} ranks" + (f" x {outer.size} outer" if outer.size > 1 else "")))
     facts += [("number of units", str(len({*homes.values()}))), ("number of parameters", str(len(parameters)))]
     for name, p in parameters.items():
@@ -105,8 +105,8 @@ def facts_of(
     for label, one in labelled.meaning.items():
         facts.append((f"transform of {label or 'all parameters'}", describe(one.transform)))
         facts.append((f"policy of {label or 'all parameters'}", describe(one.policy)))
-    facts.append(("divisor", repr(given.divisor_of(inner.size * outer.size))))
-    return [*facts, *((name, repr(getattr(given, name))) for name in ("nan", "seed"))]
+    facts.append(("divisor", repr(options.divisor_of(inner.size * outer.size))))
+    return [*facts, *((name, repr(getattr(options, name))) for name in ("nan", "seed"))]
 
 
 def looked_at(look: Callable[[], L], facts: Callable[[L], Facts], ranks: tuple[Communicator, Communicator]) -> L:

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from everybit.base import FloatDType
-from everybit.stepping import Unsafe
 from everybit_torch import clipping, notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.pending import PendingSave
 from everybit_torch.checkpoint.staging import StagingMemory
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.meshes import Mesh, ranks_of
+from everybit_torch.collectives.meshes import ranks_of
 from everybit_torch.planning.report import Plan
 from everybit_torch.routing import Routed
-from everybit_torch.sharded.arguments import Arguments, claim
-from everybit_torch.sharded.ignored_parameters import Ignored
-from everybit_torch.sharded.labelling import AnyPrecision, LabelledTransform, Labels, Transforms
-from everybit_torch.sharded.model_units import Units
-from everybit_torch.sharded.reports import NanCheck, StepReport
-from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
+from everybit_torch.sharded.labelling import LabelledTransform, Transforms
+from everybit_torch.sharded.options import StepperKeywords, StepperOptions
+from everybit_torch.sharded.owners import claim
+from everybit_torch.sharded.reports import StepReport
 from everybit_torch.sharded.synchronization import BufferValues, synchronize_buffers
 
 if TYPE_CHECKING:
@@ -49,24 +46,8 @@ class FlatStepper:
     Args:
         model: On one device. Parameters may be tied, frozen, of several dtypes.
         transform: The transform that computes updates; or a dict with one for each label, with ``labels``.
-        policy: How weights, state and gradients are stored and sent: a policy or its name, several by :func:`everybit.by_label`, a
-            :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
-        mesh: The ranks: a process group, a ``DeviceMesh`` of one dimension, or one of two, (outer, inner). None: all ranks, or this
-            process alone if ``torch.distributed`` is not initialised.
-        strategy: What the (inner) ranks shard: ``"no_shard"``, ``"optim"``, ``"optim_grads"``, ``"optim_grads_params"``, or a ZeRO stage.
-        outer: What is sharded over the outer ranks as well: ``"no_shard"``, or ``"optim"`` with ``"optim_grads_params"``.
-        units: Modules, or classes of modules, whose parameters are reduced (and gathered) together, such as ``[Block]``. Parameters in
-            none form a unit of their own. Without units the whole model is one.
-        labels: From (name, parameter) to the key of its transform.
-        divisor: What the sum of gradients is divided by. None: the number of ranks, which makes the mean of the ranks' gradients;
-            1 for losses that are sums, or divided by the number of tokens already.
-        nan: ``"off"``; ``"step"``: skip a step, on all ranks, if any gradient is not finite; ``"param"``: also report which, on which
-            rank and in which phase, by counting in every gradient.
-        ignored: Parameters, modules with all their parameters, and names of either, that are not managed: not sharded, stepped or
-            synchronized; their gradients stay in ``.grad``. State dicts and checkpoints include them.
-        compile: Compile the step; the results are the same bits.
-        seed: Of stochastic rounding; the same on every rank.
-        unsafe: See :func:`everybit.with_policy`.
+        options: The options; see :class:`~everybit_torch.StepperOptions`.
+        **changes: Single options by name, such as ``policy="LEAN_BF16", strategy="optim_grads"``, in place of those of ``options``.
 
     Attributes:
         model: As given.
@@ -94,36 +75,23 @@ class FlatStepper:
         self,
         model: nn.Module,
         transform: Transforms,
-        *,
-        policy: AnyPrecision = None,
-        mesh: Mesh = None,
-        strategy: Strategy | int = "optim",
-        outer: OuterStrategy = "no_shard",
-        units: Units | None = None,
-        labels: Labels | None = None,
-        divisor: float | None = None,
-        nan: NanCheck = "off",
-        ignored: Ignored | None = None,
-        compile: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
+        options: StepperOptions | None = None,
+        **changes: Unpack[StepperKeywords],
     ) -> None:
-        given = Arguments(
-            transform, policy, mesh, sharding(strategy, outer), units, labels, divisor, nan, ignored, compile, seed, unsafe
-        )  # fmt: skip
+        chosen = StepperOptions.of(options, changes)
         self.model = model
         self.engine: BufferStepper | FSDP2Stepper
-        if given.sharding.params:
+        if chosen.sharding.params:
             from everybit_torch.fsdp2.judging import judge as judge_rows
             from everybit_torch.fsdp2.stepper import FSDP2Stepper
 
-            self.engine = FSDP2Stepper(model, judge_rows(model, given))
+            self.engine = FSDP2Stepper(model, judge_rows(model, transform, chosen))
         else:
             from everybit_torch.flat.judging import judge
             from everybit_torch.flat.stepper import BufferStepper
 
-            self.engine = BufferStepper(model, judge(model, given))
-        self.ranks = ranks_of(mesh)
+            self.engine = BufferStepper(model, judge(model, transform, chosen))
+        self.ranks = ranks_of(chosen.mesh)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: PendingSave | None = None
         claim(model, self)

@@ -1,14 +1,46 @@
-"""The four strategies: which of state, gradients and parameters are replicated on every rank, and which are sharded."""
+"""The four strategies: which of state, gradients and parameters are replicated on every rank, and which are sharded.
+
+And the options of a stepper that are plain data, which configurations have too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from everybit.stepping import Unsafe
+from everybit_torch.sharded.reports import NanCheck
+
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 OuterStrategy = Literal["no_shard", "optim"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainOptions:
+    """The options of a stepper that are plain data.
+
+    Args:
+        strategy: What the (inner) ranks shard: ``"no_shard"``, ``"optim"``, ``"optim_grads"``, ``"optim_grads_params"``.
+        outer: What is sharded over the outer ranks of a mesh of two dimensions as well: ``"no_shard"``, or ``"optim"`` with
+            ``"optim_grads_params"``.
+        divisor: What the sum of gradients is divided by. None: the number of ranks, which makes the mean of the ranks' gradients;
+            1 for losses that are sums, or divided by the number of tokens already.
+        nan: ``"off"``; ``"step"``: skip a step, on all ranks, if any gradient is not finite; ``"param"``: also report which, on which
+            rank and in which phase, by counting in every gradient.
+        compile: Compile the step; the results are the same bits.
+        seed: Of stochastic rounding; the same on every rank.
+        unsafe: What is done with a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
+    """
+
+    strategy: Strategy = "optim"
+    outer: OuterStrategy = "no_shard"
+    divisor: float | None = None
+    nan: NanCheck = "off"
+    compile: bool = False
+    seed: int = 0
+    unsafe: Unsafe = "refuse"
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,23 @@ def _equal(a: Any, b: Any) -> Any:
     return result is not NotImplemented and result
 
 
+@cache
+def round_reciprocals() -> None:
+    """Have code for accelerators round ``1 / x`` as other divisions.
+
+    Inductor before torch 2.13 writes it as a whole number over a float32, and rounds only quotients of two float32.
+    """
+    operations: Any = getattr(_module("torch._inductor.codegen.common"), "OpDecompositions", None)
+    if torch.__version__ < "2.13" and operations is not None:
+        operations.reciprocal = staticmethod(_reciprocal)
+
+
+def _reciprocal(x: Any) -> Any:
+    from torch._inductor.virtualized import ops
+
+    return ops.truediv(ops.constant(1.0, torch.float32), x)
+
+
 def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor uses; None where it is looked for in another way than expected, which Inductor then does itself.
 
@@ -92,6 +109,8 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
 
     with cpp_vectors.vector_bits():
         on_device = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
+        if on_device:
+            round_reciprocals()
         of_kind = device_options() if on_device else trust_in_vectors()
         return compile_fx(
             graph,

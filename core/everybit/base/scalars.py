@@ -94,6 +94,11 @@ def beside(value: Scalar, like: Tensor, dtype: torch.dtype = torch.float64) -> T
     return torch.full((), value, dtype=dtype, device=like.device)
 
 
+def as_tensor(value: Scalar) -> Tensor:
+    """A number as a 0-d float64 tensor on the host, which operations on tensors of any device take; a tensor as it is."""
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device="cpu")
+
+
 def is_zero(value: object) -> bool:
     """Whether a value is the number zero. A tensor is not looked at: its value may be on a device."""
     return isinstance(value, (int, float)) and value == 0
@@ -107,7 +112,7 @@ def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
         TypeError: A schedule that gives anything but a 0-d float32 or float64 tensor.
     """
     if isinstance(value, float):
-        return _number(value)
+        return _number(value, step)
     if isinstance(value, Tensor) or not callable(value):
         return value
     now: object = value(require_step(step, name) - 1)
@@ -117,14 +122,17 @@ def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
     return materialize(now)
 
 
-def _number(value: float) -> Scalar:
-    """A number as it may be computed with: in code that is being compiled a 0-d float64 tensor, else the number.
+def _number(value: float, step: Tensor | None) -> Scalar:
+    """A number as it may be computed with: in code that is being compiled a 0-d float64 tensor beside the step, else the number.
 
     A number that was another at an earlier call is a symbol to Dynamo. Inductor (torch 2.13) makes a tensor of a symbol that is
     multiplied or added, and in the same graph puts the number of the second call into every other operation with it, such as ``b ** step``,
-    without a guard. So a symbol is multiplied here, and all that follows sees a tensor.
+    without a guard. So a symbol is multiplied here, and all that follows sees a tensor. Inductor folds constants
+    as tensors of one dimension, and then refuses the product of one on the host and one on the device.
     """
-    return torch.ones((), dtype=torch.float64, device="cpu") * value if torch.compiler.is_compiling() else value
+    if not torch.compiler.is_compiling():
+        return value
+    return torch.ones((), dtype=torch.float64, device="cpu" if step is None else step.device) * value
 
 
 def require_step(step: Tensor | None, who: str) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
@@ -101,7 +102,7 @@ def level(name: MapName, bits: Bits, kind: SlotKind, index: Tensor) -> Tensor:
         float32, of the same shape.
     """
     if is_table(name):
-        return look_up(index.new_tensor(table(bits, kind), dtype=torch.float32), index)
+        return look_up(beside(table(bits, kind), index), index)
     # Products with reciprocals, rounded to float32: what a GPU makes of a division by a number, and a CPU does not.
     top = greatest_index(name, bits, kind)
     if name in _FLOATING:
@@ -152,7 +153,7 @@ def index_near(name: MapName, bits: Bits, kind: SlotKind, x: Tensor) -> Tensor:
 
 def _search(levels: tuple[float, ...], x: Tensor) -> Tensor:
     """The index of the last level that is not above ``x``, at least 0, by halving."""
-    known = x.new_tensor(levels)
+    known = beside(levels, x)
     found = torch.zeros_like(x, dtype=torch.int32)
     step = len(levels) >> 1
     while step:
@@ -160,6 +161,21 @@ def _search(levels: tuple[float, ...], x: Tensor) -> Tensor:
         found = torch.where(look_up(known, tried) <= x, tried, found)
         step >>= 1
     return found
+
+
+def beside(levels: tuple[float, ...], like: Tensor) -> Tensor:
+    """Levels as a float32 vector on the device of a tensor.
+
+    An accelerator keeps them: a copy from the host at every step would wait, and a CUDA graph cannot capture it.
+    """
+    if torch.compiler.is_compiling() or type(like) is not Tensor or like.device.type in ("cpu", "meta"):
+        return like.new_tensor(levels, dtype=torch.float32)
+    return _kept(levels, like.device)
+
+
+@cache
+def _kept(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 def look_up(known: Tensor, index: Tensor) -> Tensor:

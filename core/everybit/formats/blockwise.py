@@ -196,7 +196,7 @@ class Blockwise(StateFormat):
 
     def _known(self, like: Tensor) -> Tensor:
         """The levels of all indices, rising, in a row for each power: float32, beside a tensor."""
-        known = like.new_tensor(block_maps.levels(self.map, self.bits, self.kind), dtype=torch.float32)
+        known = block_maps.beside(block_maps.levels(self.map, self.bits, self.kind), like)
         return known.view(-1, self._greatest + 1)
 
     def _neighbours(self, y: Tensor, power: Tensor | int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -87,7 +87,7 @@ class ScaleByAdopt(Elementwise):
 
         def normalised(g: Tensor, v: Tensor) -> Tensor:
             n = g / torch.maximum(sqrt(v), eps.to(v.dtype))
-            return n if limit is None else n.clamp(-limit.to(n.dtype), limit.to(n.dtype))
+            return n if limit is None else torch.minimum(torch.maximum(n, -limit.to(n.dtype)), limit.to(n.dtype))
 
         def mean(n: Tensor, m: Tensor) -> Tensor:
             # Chosen, not multiplied by zero: at the first update what is normalised by nothing may be infinite.

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Scalar, at, is_zero, require, require_count, require_step, tree
+from everybit.base import Hyperparameter, Scalar, as_tensor, at, is_zero, require, require_count, require_step, tree
 from everybit.protocol import ALONE, Context, Elementwise
 from everybit.transforms.stateless import Empty
 
@@ -141,7 +141,7 @@ class SubtractDecayOfMoved(Elementwise):
         if is_zero(weight_decay):
             return updates, state
         rate = at(self.learning_rate, ctx.step, name="learning_rate") * weight_decay
-        pauses = torch.as_tensor(rate, device=None if isinstance(rate, Tensor) else "cpu") == 0
+        pauses = as_tensor(rate) == 0
         if self.after:
             pauses = pauses | (require_step(ctx.step, "subtract_decay_of_moved") <= self.after)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -81,7 +81,7 @@ class ScaleByKron(WholeTensors):
     of_momentum: bool = True
     normalize: bool = False
     max_rms: Hyperparameter | None = 1.1
-    where: Kronecker = Kronecker(max_dimension=2048)
+    where: Kronecker = field(default_factory=lambda: Kronecker(max_dimension=2048))  # a default that torch 2.11 traces
 
     def __post_init__(self) -> None:
         require("b1", self.b1, 0.0, 1.0, open_high=True)

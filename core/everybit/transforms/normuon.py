@@ -108,7 +108,8 @@ class ScaleByNorMuon(MatrixWise):
 
         def moved(o: Tensor, v: Tensor) -> Tensor:
             dim = self._dim(o.shape)
-            return torch.as_tensor(factored.moved(v, mean(o * o, dim).unsqueeze(dim), 1 - b2, None))
+            found: Tensor = factored.moved(v, mean(o * o, dim).unsqueeze(dim), 1 - b2, None)
+            return found
 
         def divided(o: Tensor, v: Tensor) -> Tensor:
             rows, columns = o.shape

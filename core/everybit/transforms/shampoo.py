@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -100,7 +100,7 @@ class ScaleByShampoo(WholeTensors):
     graft_eps: Hyperparameter = 1e-8
     start: int | None = None
     debias: bool = True
-    where: Kronecker = Kronecker(max_dimension=8192)
+    where: Kronecker = field(default_factory=lambda: Kronecker(max_dimension=8192))  # a default that torch 2.11 traces
 
     def __post_init__(self) -> None:
         for name in ("b1", "b2", "graft_decay"):

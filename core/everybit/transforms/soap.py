@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -101,7 +101,7 @@ class ScaleBySoap(WholeTensors):
     normalize: bool = False
     correction: Correction = "none"
     least_eigenvalue: Hyperparameter = 1e-8
-    where: Kronecker = Kronecker()
+    where: Kronecker = field(default_factory=Kronecker)  # a default that torch 2.11 traces
 
     def __post_init__(self) -> None:
         for name in ("b1", "b2"):

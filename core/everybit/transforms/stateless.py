@@ -182,7 +182,8 @@ class ClipByGlobalNorm(Elementwise):
 
 def _clamp(x: Tensor, limit: Scalar) -> Tensor:
     if isinstance(limit, Tensor):
-        return torch.clamp(x, min=-limit.to(x.dtype), max=limit.to(x.dtype))
+        # Not clamp: it refuses a 0-d tensor on the host beside one on a device.
+        return torch.minimum(torch.maximum(x, -limit.to(x.dtype)), limit.to(x.dtype))
     return torch.clamp(x, min=-limit, max=limit)
 
 

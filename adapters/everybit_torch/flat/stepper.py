@@ -20,7 +20,7 @@ from everybit_torch.flat.optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.flat.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.flat.turns import Turns
 from everybit_torch.segments.run import Memory
-from everybit_torch.segments.single import lie_at, places_of
+from everybit_torch.segments.single import Places
 from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.synchronization import synchronize_values
@@ -52,7 +52,7 @@ class BufferStepper(Cycle):
             for buffer, grads in zip(judged.buffers, judged.grads_under(self.labelled), strict=True)
         ]
         self._trained = [self.parameters[name] for name in self.labels]
-        self._places = [*places_of(self._trained)]
+        self._places = Places(self._trained)
         self._stepped = _stepped(self.buffers, list(self.labels))
         groups = LabelledGroups(
             self.labelled, seed=options.seed, unsafe=options.unsafe, compile=options.compile, mixed=judged.mixed
@@ -78,6 +78,7 @@ class BufferStepper(Cycle):
             for place in of.places
         }
         self._everyones = AllGradients(axis, self._has_nonfinite, self.inner.device)
+        self._shows_parts = not axis.is_alone
         self._shown = {
             name: gradient if axis.is_alone else ShardGradient.of(gradient, self._everyones)
             for name, gradient in self._final.items()
@@ -253,8 +254,9 @@ class BufferStepper(Cycle):
         return found
 
     def _give_to_optimizer(self, gradients: Mapping[str, Tensor]) -> None:
-        for name, gradient in gradients.items():
-            self._stepped[name].grad = gradient
+        if self._shows_parts:
+            for name, gradient in gradients.items():
+                self._stepped[name].grad = gradient
 
     def _flat_gradients(self) -> list[Tensor]:
         """Return main gradients as they lie, with zeros in padding and for parameters without a gradient."""
@@ -284,14 +286,13 @@ class BufferStepper(Cycle):
         Raises:
             RuntimeError: The message names the first.
         """
-        if lie_at(self._trained, self._places):
+        if self._places.hold(self._trained):
             return
-        for name, parameter, place in zip(self.labels, self._trained, self._places, strict=True):
-            if not lie_at([parameter], [place]):
-                raise RuntimeError(
-                    f"{name}: is not where the stepper has put it (model.to(), load_state_dict(assign=True), or p.data = ...?); accepted"
-                    " is to change the model before the stepper is made, and to copy values into its parameters after it."
-                )
+        name = [*self.labels][next(self._places.moved(self._trained))]
+        raise RuntimeError(
+            f"{name}: is not where the stepper has put it (model.to(), load_state_dict(assign=True), or p.data = ...?); accepted is to"
+            " change the model before the stepper is made, and to copy values into its parameters after it."
+        )
 
     def _require_same_parameters(self) -> None:
         """Refuse a model that has other parameters than were laid out, which get the gradients.

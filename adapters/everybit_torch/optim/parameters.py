@@ -38,7 +38,7 @@ from everybit_torch.segments.requests import Sources
 from everybit_torch.segments.run import Memory, Run, neighbours
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.short import Bucket, is_short, most_short, upper_words
-from everybit_torch.segments.single import Single, lie_at
+from everybit_torch.segments.single import Single
 from everybit_torch.segments.steps import Steps
 
 if TYPE_CHECKING:
@@ -495,10 +495,13 @@ class Parameters:
                 continue
             tied = _tied(parameters) if tied is None else tied
             keeps_rest = len(one.of.segment.stored.params.parts()) > 1
-            for parameter, place in zip(one.of.parameters, one.of.places, strict=True):
-                here, (_, _, (shape, dtype, device)) = local(parameter), place
-                if lie_at([here], [place]):
-                    continue
+            parts = [local(p) for p in one.of.parameters]
+            for moved in one.of.places.moved(parts):
+                parameter, here, (shape, dtype, device) = (
+                    one.of.parameters[moved],
+                    parts[moved],
+                    one.of.places.kind(moved),
+                )
                 where = f"param group {one.group.number}: a parameter of shape {tuple(here.shape)}"
                 if (here.dtype, here.device, here.shape) != (dtype, device, shape):
                     raise RuntimeError(

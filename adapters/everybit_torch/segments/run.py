@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 import everybit as eb
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.short import Bucket, indices, upper_words
-from everybit_torch.segments.single import lie_at, places_of
+from everybit_torch.segments.single import Places
 from everybit_torch.torch_internals.tensors import foreach_copy
 
 
@@ -75,9 +76,10 @@ class Run(Bucket):
         start = begin - memory.weights.storage_offset()
         stop = min(start + -(-self._ranges[-1].stop // block) * block, memory.weights.numel())
         self._gradient = memory.gradient[start:stop]
-        self.places = [*places_of(parameters)]
+        self.places = Places(parameters)
         self._parts_of_gradient = [self._gradient[where] for where in self._ranges]
-        self._gradient_places = [*places_of(self._parts_of_gradient)]
+        self._gradient_places = Places(self._parts_of_gradient)
+        self._seen: Sequence[Tensor] = ()  # gradients that were found to be these parts
         vector = memory.weights[start:stop]
         has_indices = optimizer.draws_bits or block > 1
         first = indices([p.numel() for p in parameters], firsts, block, vector.device) if has_indices else firsts[0]
@@ -85,7 +87,7 @@ class Run(Bucket):
 
     def in_place(self) -> bool:
         """Whether all parameters have the memory that they had at first."""
-        return lie_at(self.parameters, self.places)
+        return self.places.hold(self.parameters)
 
     def follow(self) -> None:
         """Refuse: the memory is a stepper's.
@@ -99,7 +101,11 @@ class Run(Bucket):
 
     def gather(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the gradients as one vector: their memory, to which those are copied that somebody has put elsewhere."""
-        if not lie_at(grads, self._gradient_places):
+        if len(grads) == len(self._seen) and all(map(is_, grads, self._seen)):
+            return self._gradient
+        if self._gradient_places.hold(grads):
+            self._seen = grads
+        else:
             foreach_copy(self._parts_of_gradient, grads)
         return self._gradient
 

@@ -15,7 +15,7 @@ from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import cut
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.single import Place, Single, lie_at, places_of, shares_numbers
+from everybit_torch.segments.single import Places, Single, shares_numbers
 from everybit_torch.torch_internals.tensors import foreach_copy
 
 SHORT = 1 << 16
@@ -60,7 +60,7 @@ class Bucket:
 
     Attributes:
         segment: The vector and its state.
-        places: The memory that the parameters had at the last step.
+        places: Where the parameters lay at the last step.
         is_sharded: Whether parameters are DTensors.
     """
 
@@ -106,7 +106,7 @@ class Bucket:
         return vector, indices([x.numel() for x in here], firsts, block, vector.device)
 
     def _forget(self) -> None:
-        self.places: list[Place] = []
+        self.places = Places([])
         self._targets: list[Tensor] = []  # the parameters' memory
         self._sources: list[Tensor] = []  # their parts of the vector
         self._is_dense = False
@@ -128,7 +128,7 @@ class Bucket:
 
     def in_place(self) -> bool:
         """Whether all parameters have the memory that they had at the last step."""
-        return bool(self._targets) and lie_at(self._here(), self.places)
+        return bool(self._targets) and self.places.hold(self._here())
 
     def follow(self) -> None:
         """Step the memory that the parameters have now."""
@@ -136,7 +136,7 @@ class Bucket:
 
     def _find(self, vector: Tensor) -> None:
         here = [x.detach() for x in self._here()]
-        self.places = [*places_of(here)]
+        self.places = Places(here)
         has_gaps = vector.numel() != sum(x.numel() for x in here)
         self._is_dense = not has_gaps and all(x.is_contiguous() for x in here)
         self._targets = [x.view(-1) for x in here] if self._is_dense else here

@@ -39,7 +39,6 @@ LEFT_OUT = {
     "torch loop",
     "torch compiled",
     "everybit FP32, not compiled",
-    "everybit FP32, flat gradients",
 }
 """The same arithmetic as another row."""
 

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import everybit as eb
-from everybit_torch import FlatStepper, StepperOptions, plan
+from everybit_torch import FlatStepper, Plan, StepperOptions, plan
 from everybit_torch.config import StepperConfig
 from everybit_torch.sharded.options import StepperKeywords
 from everybit_torch.sharded.strategies import PlainOptions, Strategy
+from tests.support.exact_models import mesh_of
+from tests.support.ranks import run
 
 
 def model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -58,6 +60,22 @@ def test_a_plan_takes_the_same_options() -> None:
         model(), eb.adamw(0.1), policy="FLOOR_BF16", strategy=2, units=[nn.Linear]
     )
     stepper.close()
+
+
+def planned_on_a_mesh() -> list[Plan]:
+    mesh = mesh_of((2, 1))
+    given: list[dict[str, Any]] = [{"mesh": mesh}, {"ranks": (2, 1)}, {"mesh": mesh.get_group(0)}, {"ranks": 2}]
+    return [plan(model(), eb.adamw(), policy="LEAN_BF16", strategy="optim_grads", **one) for one in given]
+
+
+def test_a_plan_has_the_ranks_of_its_mesh() -> None:
+    for of_mesh, of_ranks, of_group, of_number in run(2, planned_on_a_mesh):
+        assert of_mesh == of_ranks
+        assert of_group == of_number
+        assert of_ranks != of_number
+    for call in (FlatStepper, plan):
+        with pytest.raises(TypeError, match="mesh: got 2; accepted are a DeviceMesh, a process group, or None"):
+            call(model(), eb.adamw(), policy="LEAN_BF16", mesh=2)  # type: ignore[arg-type]
 
 
 def test_a_configuration_has_those_that_are_plain_data() -> None:

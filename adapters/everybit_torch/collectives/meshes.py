@@ -27,15 +27,12 @@ def communicators(mesh: Mesh, near: torch.device | None = None) -> tuple[Communi
     if mesh is None:
         _require_group()
         return Communicator(dist.group.WORLD if dist.is_initialized() else None, near=near), Communicator(None)
+    _require_mesh(mesh)
     if isinstance(mesh, dist.ProcessGroup):
         return Communicator(mesh, near=near), Communicator(None)
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: got {mesh!r}; accepted are a DeviceMesh, a process group, or None.")
     if mesh.ndim == 1:
         return Communicator(mesh.get_group(), near=near), Communicator(None)
-    if mesh.ndim == 2:
-        return Communicator(mesh.get_group(1), near=near), Communicator(mesh.get_group(0), near=near)
-    raise ValueError(f"mesh: got {mesh.ndim} dimensions; accepted are one, or two: (outer, inner).")
+    return Communicator(mesh.get_group(1), near=near), Communicator(mesh.get_group(0), near=near)
 
 
 def ranks_of(mesh: Mesh) -> list[int]:
@@ -48,12 +45,25 @@ def ranks_of(mesh: Mesh) -> list[int]:
 
 
 def sizes_of(mesh: Mesh) -> tuple[int, int]:
-    """The number of outer and of inner ranks of a mesh; without one, this process alone."""
+    """The number of outer and of inner ranks of a mesh; without one, this process alone.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: A mesh of more than two dimensions.
+    """
     if mesh is None:
         return 1, 1
+    _require_mesh(mesh)
     if isinstance(mesh, dist.ProcessGroup):
         return 1, mesh.size()
     return (1, mesh.size()) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
+
+
+def _require_mesh(mesh: object) -> None:
+    if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup)):
+        raise TypeError(f"mesh: got {mesh!r}; accepted are a DeviceMesh, a process group, or None.")
+    if isinstance(mesh, DeviceMesh) and mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh: got {mesh.ndim} dimensions; accepted are one, or two: (outer, inner).")
 
 
 def _require_group() -> None:

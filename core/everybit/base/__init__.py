@@ -31,6 +31,7 @@ from everybit.base.scalars import (
     at,
     beside,
     bias_correction,
+    clamp,
     is_zero,
     require,
     require_count,
@@ -41,9 +42,9 @@ from everybit.base.straight_through import straight_through
 from everybit.base.tree import Slot, state
 
 __all__ = [
-    "COMPUTE_DTYPES", "FLOAT_DTYPES", "LOW_DTYPES", "Blocks", "ComputeDType", "FirstElement", "FloatDType", "Hyperparameter", "Key",
-    "Lane", "LowDType", "Numbering", "Scalar", "Scattered", "Schedule", "Slot", "as_tensor", "at", "atan", "beside", "bias_correction",
-    "by_name", "cos", "dtype_name", "exp", "first_of_whole", "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log",
+    "COMPUTE_DTYPES", "FLOAT_DTYPES", "LOW_DTYPES", "Blocks", "ComputeDType", "FirstElement", "FloatDType", "Hyperparameter", "Key", "Lane",
+    "LowDType", "Numbering", "Scalar", "Scattered", "Schedule", "Slot", "as_tensor", "at", "atan", "beside", "bias_correction", "by_name",
+    "clamp", "cos", "dtype_name", "exp", "first_of_whole", "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log",
     "materialize", "mean", "normal", "once", "plain_name", "require", "require_count", "require_each", "require_member", "require_name",
     "require_patterns", "require_seed", "require_step", "sqrt", "square_root", "state", "state_dict", "straight_through", "stream",
     "sum_of_squares", "torch_dtype", "tree", "uniform", "without_autocast", "without_gaps",

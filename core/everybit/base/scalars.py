@@ -99,6 +99,16 @@ def as_tensor(value: Scalar) -> Tensor:
     return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device="cpu")
 
 
+def clamp(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
+    """The elements of ``x``, at least ``low`` and then at most ``high``.
+
+    Of 0-d tensors not by torch's clamp, which refuses one on the host beside elements on a device.
+    """
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor):
+        return torch.clamp(x, low, high)
+    return torch.minimum(torch.maximum(x, as_tensor(low).to(x.dtype)), as_tensor(high).to(x.dtype))
+
+
 def is_zero(value: object) -> bool:
     """Whether a value is the number zero. A tensor is not looked at: its value may be on a device."""
     return isinstance(value, (int, float)) and value == 0
@@ -127,8 +137,10 @@ def _number(value: float, step: Tensor | None) -> Scalar:
 
     A number that was another at an earlier call is a symbol to Dynamo. Inductor (torch 2.13) makes a tensor of a symbol that is
     multiplied or added, and in the same graph puts the number of the second call into every other operation with it, such as ``b ** step``,
-    without a guard. So a symbol is multiplied here, and all that follows sees a tensor. Inductor folds constants
-    as tensors of one dimension, and then refuses the product of one on the host and one on the device.
+    without a guard. So a symbol is multiplied here, and all that follows sees a tensor.
+
+    It is beside the step, since Inductor folds constants as tensors of one dimension, and refuses the product of one on the host and one on
+    a device.
     """
     if not torch.compiler.is_compiling():
         return value

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Slot, at, materialize, require, require_count, require_step, sqrt, tree
+from everybit.base import Hyperparameter, Slot, at, clamp, materialize, require, require_count, require_step, sqrt, tree
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 from everybit.transforms.stateless import Empty
 
@@ -87,7 +87,7 @@ class ScaleByAdopt(Elementwise):
 
         def normalised(g: Tensor, v: Tensor) -> Tensor:
             n = g / torch.maximum(sqrt(v), eps.to(v.dtype))
-            return n if limit is None else torch.minimum(torch.maximum(n, -limit.to(n.dtype)), limit.to(n.dtype))
+            return n if limit is None else clamp(n, -limit, limit)
 
         def mean(n: Tensor, m: Tensor) -> Tensor:
             # Chosen, not multiplied by zero: at the first update what is normalised by nothing may be infinite.

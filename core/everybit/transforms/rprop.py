@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Slot, as_tensor, at, require, require_step, tree
+from everybit.base import Hyperparameter, Slot, at, clamp, require, require_step, tree
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
@@ -81,14 +81,13 @@ class ScaleByRprop(Elementwise):
         step = require_step(ctx.step, "scale_by_rprop")
         first = at(self.learning_rate, step, name="learning_rate")
         shrink, grow = at(self.shrink, step, name="shrink"), at(self.grow, step, name="grow")
-        least = as_tensor(at(self.min_step, step, name="min_step"))
-        most = as_tensor(at(self.max_step, step, name="max_step"))
+        low, high = at(self.min_step, step, name="min_step"), at(self.max_step, step, name="max_step")
 
         def resized(g: Tensor, before: Tensor, size: Tensor) -> Tensor:
             turn = g * before
             size = torch.where(step == 1, torch.zeros_like(size) + first, size)
             size = torch.where(turn > 0, size * grow, torch.where(turn < 0, size * shrink, size))
-            return torch.minimum(torch.maximum(size, least.to(size.dtype)), most.to(size.dtype))
+            return clamp(size, low, high)
 
         size = tree.elementwise(resized, updates, state.previous, state.step_size)
         kept = tree.elementwise(lambda g, before: torch.where(g * before < 0, 0.0, g), updates, state.previous)

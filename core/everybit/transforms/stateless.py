@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Scalar, at, materialize, require, sqrt, tree
+from everybit.base import Hyperparameter, at, clamp, materialize, require, sqrt, tree
 from everybit.protocol import ALONE, Context, Elementwise, SumOfSquares
 
 P = TypeVar("P")
@@ -135,7 +135,7 @@ class Clip(Elementwise):
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the clipped updates; NaN stays NaN."""
         limit = at(self.limit, ctx.step, name="limit")
-        return tree.elementwise(lambda u: _clamp(u, limit), updates), state
+        return tree.elementwise(lambda u: clamp(u, -limit, limit), updates), state
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +178,6 @@ class ClipByGlobalNorm(Elementwise):
             return tree.elementwise(lambda u: u * factor, updates), state
 
         return ctx.request(SumOfSquares(updates), clipped)
-
-
-def _clamp(x: Tensor, limit: Scalar) -> Tensor:
-    if isinstance(limit, Tensor):
-        # Not clamp: it refuses a 0-d tensor on the host beside one on a device.
-        return torch.minimum(torch.maximum(x, -limit.to(x.dtype)), limit.to(x.dtype))
-    return torch.clamp(x, min=-limit, max=limit)
 
 
 identity = Identity

@@ -62,6 +62,17 @@ def test_a_plan_takes_the_same_options() -> None:
     stepper.close()
 
 
+def test_an_iterator_of_ignored_parameters_serves_every_use_of_the_options() -> None:
+    net = model()
+    options = StepperOptions(policy="LEAN_BF16", ignored=net[2].parameters())
+    first, second = (plan(net, eb.adamw(), options) for _ in range(2))
+    assert first == second == plan(net, eb.adamw(), policy="LEAN_BF16", ignored=["2"])
+    assert first.parameters == sum(p.numel() for p in net[0].parameters())
+    stepper = FlatStepper(net, eb.adamw(), options)
+    assert [*stepper.routed] == ["0.weight", "0.bias"]
+    stepper.close()
+
+
 def planned_on_a_mesh() -> list[Plan]:
     mesh = mesh_of((2, 1))
     given: list[dict[str, Any]] = [{"mesh": mesh}, {"ranks": (2, 1)}, {"mesh": mesh.get_group(0)}, {"ranks": 2}]

@@ -80,8 +80,6 @@ def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> J
     ranks = communicators(options.mesh, next((p.device for p in model.parameters()), None))
 
     def look() -> Judged:
-        nonlocal options
-        options = options.of_once(model)
         return _look_at(model, transform, options, ranks)
 
     def facts(judged: Judged) -> Facts:

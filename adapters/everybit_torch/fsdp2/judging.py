@@ -83,8 +83,6 @@ def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> J
     ranks = communicators(mesh, device)
 
     def look() -> _Model:
-        nonlocal options
-        options = options.of_once(model)
         return _look_at(model, transform, options, ranks)
 
     def facts(found: _Model) -> Facts:

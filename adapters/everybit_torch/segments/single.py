@@ -103,8 +103,8 @@ _KIND = attrgetter("shape", "dtype", "device")
 class Places:
     """Where tensors lie: what changes when one of them is given other memory.
 
-    Every step asks this of all parameters. So it compares lists of addresses, of strides and of kinds, which takes a third less time than
-    to compare parameter by parameter, and keeps nothing that the garbage collector would have to follow.
+    Every step asks this of all parameters. So it compares lists of addresses, of strides and of kinds, and not parameter by parameter, and
+    keeps nothing that the garbage collector would have to follow.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

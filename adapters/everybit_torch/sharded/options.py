@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict, cast
 
@@ -14,7 +14,7 @@ from everybit.combinators import needs_whole_tensors
 from everybit.stepping import Unsafe, with_policy
 from everybit_torch.collectives.meshes import Mesh
 from everybit_torch.optim.param_groups import require_float64
-from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
+from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels
 from everybit_torch.sharded.model_units import Units
 from everybit_torch.sharded.owners import require_free
@@ -75,6 +75,8 @@ class StepperOptions(PlainOptions):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", sharding(self.strategy, self.outer).strategy)
+        if isinstance(self.ignored, Iterator):  # model.adapter.parameters(), say, and options are used several times
+            object.__setattr__(self, "ignored", tuple(self.ignored))
 
     @classmethod
     def of(cls, options: StepperOptions | None, changes: StepperKeywords) -> StepperOptions:
@@ -100,11 +102,6 @@ class StepperOptions(PlainOptions):
     def sharding(self) -> Sharding:
         """What is sharded over the inner and the outer ranks."""
         return Sharding(self.strategy, self.outer)
-
-    def of_once(self, model: nn.Module) -> StepperOptions:
-        """The same, with ``ignored`` as a list: it may be an iterator."""
-        left_alone = ignored_ids(model, self.ignored)
-        return replace(self, ignored=[p for p in model.parameters() if id(p) in left_alone])
 
     def divisor_of(self, ranks: int) -> float:
         """The divisor of sums over so many ranks.

@@ -7,6 +7,7 @@ import inspect
 import numbers
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import FunctionType
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -102,7 +103,7 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
 
 def is_frozen(value: object) -> bool:
     """Whether a hyperparameter can only be replaced, or is a tensor, whose number is read at each step."""
-    return type(value) in (float, int, bool, str, type(None)) or (
+    return type(value) in (float, int, bool, str, type(None), FunctionType) or (
         all(map(is_frozen, value)) if type(value) is tuple else isinstance(value, Tensor)
     )
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import Strategy
+from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 from tests.support.programs import FLAT, Block, Network, data, network, weights_of
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
@@ -230,6 +230,25 @@ def test_a_stepper_that_nobody_has_is_gone() -> None:
     model(data(0, 0, 0, torch.float32)).sum().backward()
     gc.collect()
     assert reference() is None
+
+
+def is_freed(strategy: Strategy) -> bool:
+    def trained() -> weakref.ref[nn.Module]:
+        model = network()
+        stepper = FlatStepper(model, SGD, strategy=strategy, units=[Block])
+        model(data(0, 0, 0, torch.float32)).sum().backward()
+        stepper.step()
+        return weakref.ref(model)
+
+    reference = trained()
+    gc.collect()
+    return reference() is None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_that_nobody_has_is_freed_with_its_stepper(strategy: Strategy) -> None:
+    """Hooks on parameters hold their model where Python's collector does not see it: one of FSDP2's was never freed."""
+    assert run(1, is_freed, strategy) == [True]
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Processes are kept from one call to the next, for starting them and importing torch took most of the time: each test process (each of
 pytest-xdist's workers) has a pool of its own, of as many as were ever asked for at once. Every call makes a process group of its own. A
-process whose program raised, or that did not end in time, is never used again, and neither are those that it talked to.
+process whose program raised, or that did not end in time, is never used again, and neither are those that it talked to; and none that has
+:data:`MOST_THREADS`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ CONTEXT.set_forkserver_preload(
         "setuptools", "pytest", "everybit_torch", "everybit_torch.sharded.stepper",
     ]
 )  # fmt: skip
+
+MOST_THREADS = 60
+"""Threads after which a process is not used again. torch's caches for DTensors keep meshes, and with them gloo's threads, three for each
+group, which wake up a hundred times a second."""
 
 Outcome = tuple[bool, Any]
 LATE: Outcome = (False, "did not end in time; standard error has what it was doing")
@@ -98,7 +103,7 @@ def _outcomes(workers: list[_Worker], deadline: float) -> list[Outcome]:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                outcomes[rank], workers[rank].is_spent = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 outcomes[rank] = (False, "died")
     return outcomes
@@ -112,6 +117,7 @@ class _Worker:
         self.process: BaseProcess = CONTEXT.Process(target=_serve, args=(other,), daemon=True)
         self.process.start()
         other.close()
+        self.is_spent = False
 
     def submit(self, rank: int, job: bytes) -> None:
         self.pipe.send_bytes(pickle.dumps((rank, job)))
@@ -141,7 +147,10 @@ class _Pool:
 
     def give_back(self, workers: list[_Worker]) -> None:
         for rank, worker in enumerate(workers):
-            self._free[rank].append(worker)
+            if worker.is_spent:
+                worker.kill()
+            else:
+                self._free[rank].append(worker)
 
     def close(self) -> None:
         if os.getpid() == self._owner:
@@ -186,10 +195,8 @@ def _perform(rank: int, job: bytes) -> bytes:
         if dist.is_initialized():
             dist.destroy_process_group()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        outcome = pickle.dumps((True, value))  # by value: shared memory would end with this process
-        del value
         gc.collect()  # steppers and optimizers that nobody has
         gc.freeze()  # what is left are modules and caches, which would be looked at again after every program
-        return outcome
+        return pickle.dumps(((True, value), len(os.listdir("/proc/self/task")) > MOST_THREADS))
     except BaseException:
-        return pickle.dumps((False, traceback.format_exc()))
+        return pickle.dumps(((False, traceback.format_exc()), True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -481,3 +483,17 @@ def test_removing_twice_is_removing_once() -> None:
     assert all(p.grad is None for p in model.parameters())
     optimizer.step()
     again.remove()
+
+
+def test_a_model_that_nobody_has_is_freed_with_its_optimizer() -> None:
+    def trained() -> weakref.ref[nn.Module]:
+        model = nn.Linear(3, 3)
+        optimizer = AdamW(model.parameters())
+        enable_gradient_release(model, optimizer)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        return weakref.ref(model)
+
+    reference = trained()
+    gc.collect()
+    assert reference() is None

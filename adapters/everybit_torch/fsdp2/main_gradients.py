@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from everybit_torch.collectives.reduction import FusedSum, Grads, Mode, accumula
 from everybit_torch.dtensors import local
 from everybit_torch.fsdp2.units import Unit
 from everybit_torch.sharded.nonfinite import count_nonfinite
+from everybit_torch.torch_internals.autograd import weakly
 from everybit_torch.torch_internals.fsdp import ReduceScatter
 
 
@@ -52,7 +52,8 @@ class MainGradient(ReduceScatter):
         self.touched: set[nn.Parameter] = set()
         self.nonfinite: dict[nn.Parameter, Tensor] = {}
         self.forwards = 0
-        self._wholes: dict[nn.Parameter, nn.Parameter] = {}
+        self._wholes: dict[nn.Parameter, nn.Parameter] = {}  # the gathered parameter of each
+        self._owners: dict[nn.Parameter, nn.Parameter] = {}  # and that of which each was gathered
         self._handles = self._watch()
 
     def _watch(self) -> list[Any]:
@@ -72,10 +73,10 @@ class MainGradient(ReduceScatter):
         for owner, key, parameter in owners:
             if parameter not in self._wholes:  # tied names come twice
                 whole = self._wholes[parameter] = getattr(owner, key)
+                self._owners[whole] = parameter
                 parameter.grad_dtype = None  # FSDP2 assigns the model's dtype, and a step has the main gradient's
-                handles.append(parameter.register_post_accumulate_grad_hook(self._take))
-                arrive: Any = partial(self._arrive, parameter)
-                handles.append(whole.register_post_accumulate_grad_hook(arrive))
+                handles.append(parameter.register_post_accumulate_grad_hook(weakly(self._take)))
+                handles.append(whole.register_post_accumulate_grad_hook(weakly(self._arrive)))
         module.reshard()
         return handles
 
@@ -123,8 +124,9 @@ class MainGradient(ReduceScatter):
         if self._cursor == self._numel:
             self._cursor, self._is_fresh, self._waits, self._output = 0, False, False, None
 
-    def _arrive(self, parameter: nn.Parameter, whole: nn.Parameter) -> None:
+    def _arrive(self, whole: nn.Parameter) -> None:
         """This rank has a gradient of its own."""
+        parameter = self._owners[whole]
         self.touched.add(parameter)
         self._waits = True
         if self._counts_nonfinite and whole.grad is not None:

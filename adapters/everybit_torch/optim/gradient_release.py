@@ -82,7 +82,7 @@ class GradientRelease:
             require_parameters_of(self._model, self._optimizer)
         clipping.advise(new, self, lambda one: "release.clip_grad_norm_(max_norm)" if one.is_on else None)
         for parameter in new:
-            self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._arrive)
+            self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(autograd.weakly(self._arrive))
 
     @property
     def is_on(self) -> bool:

@@ -166,9 +166,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         return self._maker.arguments(group)
 
-    def _settle_policies(self) -> None:
+    def _settle_policies(self, groups: list[dict[str, Any]]) -> None:
         """Carry out what was written to ``param_groups[i]["policy"]``, which is possible until parameters are placed."""
-        for number, (group, values) in enumerate(zip(self.own.groups, self.own_groups, strict=True)):
+        for number, (group, values) in enumerate(zip(self.own.groups, groups, strict=True)):
             if "policy" not in values:
                 continue
             if self.own.is_settled(number):
@@ -261,9 +261,11 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         if is_capturing():
             self._require_capturable()
         self._settle_state()
-        self._settle_policies()
-        self._follow_hyperparameters()
-        self._begin_and_follow()
+        groups = self.own_groups
+        self._settle_policies(groups)
+        self._follow_hyperparameters(groups)
+        self.own.settle(groups)
+        self.own.follow(groups)
 
     def _require_capturable(self) -> None:
         """Refuse a step that is captured in a CUDA graph, if more had to be done than is to be done again at every replay.
@@ -287,15 +289,15 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.own.settle(self.own_groups)
 
     def _begin_and_follow(self) -> None:
-        self.place()
-        self.own.follow(self.own_groups)
+        groups = self.own_groups
+        self.own.settle(groups)
+        self.own.follow(groups)
 
     def _parameters(self) -> list[Tensor]:
         return parameters_of(self.own_groups)
 
-    def _follow_hyperparameters(self) -> None:
+    def _follow_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         """Step with the hyperparameters that the param groups have now."""
-        groups = self.own_groups
         if not self._followed.is_current(groups, self.own.groups):
             arguments = [self.factory_arguments(values) for values in groups]
             hyperparameters.follow(self.own, arguments, self._require_can_begin)
@@ -345,7 +347,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         ``unused`` is what the present hyperparameters do not need and is kept for when they do. Gradients that are not there at the moment
         are counted as they will be. What others keep in ``state`` is not counted.
         """
-        self._settle_policies()
+        self._settle_policies(self.own_groups)
         self.place()
         return bytes_table(self.own)
 
@@ -416,7 +418,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         self.require_trained("import_fp32")
         given = full_weights.judge(self, weights)
-        self._settle_policies()
+        self._settle_policies(self.own_groups)
         self.own.plan(self.own_groups, frozenset())
         self.own.require_followable(self._parameters())
         return given
@@ -493,9 +495,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def _settle(self) -> None:
         """Let state be what the param groups hold, so that a checkpoint fits itself."""
         self._settle_state()
-        self._settle_policies()
+        self._settle_policies(self.own_groups)
         with suppress(TypeError, ValueError):
-            self._follow_hyperparameters()
+            self._follow_hyperparameters(self.own_groups)
 
     @in_plain_mode
     @torch.no_grad()
@@ -593,7 +595,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: The checkpoint is another optimizer's, or has options (``amsgrad``) that this one has not; nothing is changed.
         """
         self.require_trained("load_torch_state_dict")
-        self._settle_policies()
+        self._settle_policies(self.own_groups)
         saved = self._completed(torch_format.from_torch(self, state_dict, strict=strict), full=True)
         settings = loading.judge_settings(self, saved)
         return loading.restore_in_full(self, loading.judge(self, saved, settings, full=True, from_torch=True))
@@ -602,7 +604,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """A state dict, looked at from all sides; nothing is changed."""
         self.require_trained("load_full_state_dict" if full else "load_state_dict")
         self._settle_state()
-        self._settle_policies()
+        self._settle_policies(self.own_groups)
         saved = self._completed(read(state_dict, self.own_groups, strict=strict), full=full)
         return loading.judge(self, saved, loading.judge_settings(self, saved), full=full)
 

@@ -72,7 +72,7 @@ class Run(Bucket):
         self._starts = [int(p.storage_offset()) - begin for p in parameters]
         self._ranges = [slice(a, a + p.numel()) for a, p in zip(self._starts, parameters, strict=True)]
         (stored,) = optimizer.formats([parameters[0]])
-        block = stored.policy.block
+        block = stored.block
         start = begin - memory.weights.storage_offset()
         stop = min(start + -(-self._ranges[-1].stop // block) * block, memory.weights.numel())
         self._gradient = memory.gradient[start:stop]

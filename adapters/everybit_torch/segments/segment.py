@@ -13,7 +13,7 @@ import everybit as eb
 from everybit.base import Blocks, FirstElement, Scattered
 from everybit.formats import PartSpec
 from everybit.policies import Resolved
-from everybit.protocol import advance, periods, require_done
+from everybit.protocol import advance, require_done
 from everybit.stepping import Metrics, OptimizerState, StepTrace
 from everybit.stepping.entries import Entry, cut, entries, map_parts
 from everybit.stepping.metrics import measure
@@ -44,6 +44,7 @@ class Segment:
 
     Attributes:
         stored: The formats of the weights and of the state.
+        is_whole: Whether it must not be cut, because its transform must see whole tensors.
         first_tensor: ``first`` on the device: int64, 0-d, or the other indices as they are.
         count: The host's copy of ``state.step``.
     """
@@ -54,11 +55,13 @@ class Segment:
     first: int | Blocks | Scattered = 0
     is_part: bool = False
     stored: Resolved = field(init=False)
+    is_whole: bool = field(init=False)
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
     count: HostCount = field(init=False, default_factory=HostCount)
 
     def __post_init__(self) -> None:
         (self.stored,) = self.optimizer.formats([self.tensor])
+        self.is_whole = self.optimizer.needs_whole
         first, device = self.first, self.tensor.device
         self.first_tensor = torch.full((), first, dtype=torch.int64, device=device) if isinstance(first, int) else first
 
@@ -82,18 +85,13 @@ class Segment:
         made = cls(
             optimizer, tensor, map_parts(optimizer.init([none]), [none], [stored], room, torch.clone), first, is_part
         )
-        size = max(CHUNK // stored.policy.block, 1) * stored.policy.block
+        size = max(CHUNK // stored.block, 1) * stored.block
         for start in range(0, tensor.numel(), size):
             part = made.cut(start, min(start + size, tensor.numel()), lambda x: x)
             write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
         return made
 
     # -- cutting --------------------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it must not be cut, because its transform must see whole tensors."""
-        return self.optimizer.needs_whole
 
     def cut(self, start: int, stop: int, on_shared: Callable[[Tensor], Tensor] = torch.clone) -> Segment:
         """Return the segment of some elements of a vector, as views.
@@ -126,7 +124,7 @@ class Segment:
         Yields:
             The elements of the piece, and the piece.
         """
-        numel, block = self.tensor.numel(), self.stored.policy.block
+        numel, block = self.tensor.numel(), self.stored.block
         if self.tensor.ndim != 1 or self.is_whole or self.optimizer.per_tensor or numel <= elements:
             yield slice(0, numel), self
             return
@@ -152,7 +150,7 @@ class Segment:
 
         It is empty if there is no such work, or if the host cannot know the count: the device then decides.
         """
-        if not periods(self.optimizer.transform):
+        if not self.optimizer.periods:
             return ()
         steps = self.count.read(self.state.step)
         return () if steps is None else self.optimizer.due(steps + 1)

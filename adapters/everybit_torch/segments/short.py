@@ -91,7 +91,7 @@ class Bucket:
         self.is_sharded = any(map(is_dtensor, parameters))
         here = [x.detach() for x in self._here()]
         (stored,) = optimizer.formats(here[:1])
-        block, end = stored.policy.block, 0
+        block, end = stored.block, 0
         self._starts: list[int] = []
         for x in here:
             self._starts.append(-(-end // block) * block)
@@ -176,7 +176,7 @@ class Bucket:
         """Give the elements other global indices, from which they draw their random bits."""
         old, self._firsts = self.segment, list(firsts)
         lengths = [x.numel() for x in self._here()]
-        first = indices(lengths, firsts, old.stored.policy.block, old.tensor.device)
+        first = indices(lengths, firsts, old.stored.block, old.tensor.device)
         self.segment = replace(old, first=first)
 
     def own(self, number: int, on_shared: Callable[[Tensor], Tensor] = lambda x: x) -> Segment:

@@ -23,6 +23,7 @@ from everybit.base.memo import once
 from everybit.base.named_tensors import load_state_dict, state_dict
 from everybit.base.random_bits import Key, Lane, Numbering, require_seed, stream, uniform
 from everybit.base.random_normal import normal
+from everybit.base.rounding import straight_through
 from everybit.base.scalars import (
     Hyperparameter,
     Scalar,
@@ -38,7 +39,6 @@ from everybit.base.scalars import (
     require_step,
     square_root,
 )
-from everybit.base.straight_through import straight_through
 from everybit.base.tree import Slot, state
 
 __all__ = [

@@ -7,9 +7,15 @@ needed *as stored* is computed here, eager and compiled alike, and the final cas
 All functions take float32 and return float32 holding numbers that the narrow format has. bfloat16 and float32 share their
 exponents, so a bfloat16 is the upper half of the bits; float16 has fewer, so its subnormals and its overflow are separate cases.
 Infinities, NaN and signed zeros pass through.
+
+The true derivative of rounding is zero almost everywhere, so that a hypergradient would vanish without a word. :func:`straight_through`
+takes the rounded number forward and the derivative of the exact one back (Bengio et al. 2013, https://arxiv.org/abs/1308.3432), which is
+also what is right on average under stochastic rounding.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,3 +138,37 @@ def _float16_range(x: Tensor, normal: Tensor, subnormal: Tensor) -> Tensor:
     """Choose by range, and send what is beyond float16's largest number to infinity."""
     rounded = torch.where(x.abs() < FLOAT16_SMALLEST_NORMAL, subnormal, normal)
     return torch.where(rounded.abs() > FLOAT16_MAX, torch.copysign(torch.full_like(x, torch.inf), x), rounded)
+
+
+def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
+    """``rounded``, with the derivative of ``x``: a tensor of the same shape, of any floating dtype.
+
+    Where nothing is differentiated this is ``rounded`` itself.
+    """
+    return _apply(rounded, x) if torch.is_grad_enabled() else rounded
+
+
+class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rounded: Tensor, x: Tensor) -> Tensor:  # noqa: ARG004 (autograd differentiates by it)
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG004
+        rounded, x = inputs
+        ctx.rounded, ctx.exact = rounded.dtype, x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, gradient.to(ctx.exact)
+
+    @staticmethod
+    def jvp(ctx: Any, rounded_tangent: Tensor | None, tangent: Tensor) -> Tensor:  # noqa: ARG004 # pyright: ignore[reportIncompatibleMethodOverride]
+        return tangent.to(ctx.rounded)
+
+
+def _apply(rounded: Tensor, x: Tensor) -> Tensor:
+    made: Tensor = _StraightThrough.apply(rounded, x)  # type: ignore[no-untyped-call]
+    return made

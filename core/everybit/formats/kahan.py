@@ -28,9 +28,9 @@ from everybit.formats.protocol import (
     Rounding,
     SlotKind,
     StateFormat,
-    chosen,
     dither,
     low,
+    unnamed,
 )
 
 
@@ -83,13 +83,13 @@ class Kahan(StateFormat, ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """Describe the two parts, value and residual."""
-        return PartSpec("value", torch_dtype(chosen(self.value, self))), PartSpec(
+        return PartSpec("value", torch_dtype(self.value or unnamed(self))), PartSpec(
             "residual", torch_dtype(self.residual)
         )
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Split into what the value holds and what is left."""
-        dtype = low(chosen(self.value, self), "Kahan")
+        dtype = low(self.value or unnamed(self), "Kahan")
         whole, x = x, x.detach()  # the value alone has a derivative, or the sum of the two would have it twice
         value = rounding.nearest(x, dtype)
         # Exact: x and value share their leading bits, so the difference has at most 16 (Sterbenz). Nothing is left of what is not finite,
@@ -114,7 +114,7 @@ class Kahan(StateFormat, ParamFormat):
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Return the sum; the value alone if the residual is above half a unit in the last place, since the value was overwritten then."""
         value, residual = rounding.widen(parts[0]), rounding.widen(parts[1])
-        reach = rounding.half_ulp(value, low(chosen(self.value, self), "Kahan"))
+        reach = rounding.half_ulp(value, low(self.value or unnamed(self), "Kahan"))
         # An infinite value has an infinite reach, and infinity + residual is infinity. A zero residual, told by its bits because
         # compilers ignore the signs of zeros, is not added: -0 + 0 would be 0.
         some = (residual.view(torch.int32) & 0x7FFFFFFF) != 0
@@ -122,7 +122,7 @@ class Kahan(StateFormat, ParamFormat):
 
     def resolution(self, compute: ComputeDType) -> float:
         """That of value and residual together. A float16 has nothing below 2**-24, so that of small numbers only one of the two is left."""
-        value = low(chosen(self.value, self), "Kahan")
+        value = low(self.value or unnamed(self), "Kahan")
         if self.residual == "float32":
             return 0.0
         if self.residual == "float16":

@@ -18,7 +18,7 @@ from everybit.base import (
     straight_through,
     torch_dtype,
 )
-from everybit.formats.protocol import SPLITS_FLOAT32, ParamFormat, Parts, PartSpec, chosen, low
+from everybit.formats.protocol import SPLITS_FLOAT32, ParamFormat, Parts, PartSpec, low, unnamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class Master(ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """The model's tensor and the main copy."""
-        return PartSpec("value", torch_dtype(chosen(self.value, self))), PartSpec("main", torch_dtype(self.dtype))
+        return PartSpec("value", torch_dtype(self.value or unnamed(self))), PartSpec("main", torch_dtype(self.dtype))
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """The main copy is ``x``; the model's tensor is ``x`` rounded to nearest (from float64 by way of float32)."""
-        value = chosen(self.value, self)
+        value = self.value or unnamed(self)
         if value == "float32":
             return x.float(), x.clone()
         return straight_through(rounding.to_nearest(x.detach().float(), low(value, "Master")), x), x.clone()
@@ -70,7 +70,7 @@ class Master(ParamFormat):
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """The main copy, where it still rounds to the value."""
         value, main = rounding.widen(parts[0]), parts[1]
-        dtype = chosen(self.value, self)
+        dtype = self.value or unnamed(self)
         rounded = main.float() if dtype == "float32" else rounding.nearest(main.float(), low(dtype, "Master"))
         return torch.where(rounded == value, main, value.to(main.dtype))
 

@@ -27,9 +27,9 @@ from everybit.formats.protocol import (
     PartSpec,
     SlotKind,
     StateFormat,
-    chosen,
     dither,
     low,
+    unnamed,
 )
 
 
@@ -62,11 +62,11 @@ class Nearest(StateFormat, ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """Describe the one part, the value."""
-        return (PartSpec("value", torch_dtype(chosen(self.dtype, self))),)
+        return (PartSpec("value", torch_dtype(self.dtype or unnamed(self))),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Round the value once, to nearest."""
-        dtype = chosen(self.dtype, self)
+        dtype = self.dtype or unnamed(self)
         if dtype in ("bfloat16", "float16"):
             return (straight_through(rounding.to_nearest(x.detach().float(), dtype), x),)
         return (x.to(torch_dtype(dtype)),)
@@ -77,7 +77,7 @@ class Nearest(StateFormat, ParamFormat):
 
     def resolution(self, compute: ComputeDType) -> float:
         """Half a unit in the last place of the stored dtype, if it is coarser than the compute dtype."""
-        dtype = chosen(self.dtype, self)
+        dtype = self.dtype or unnamed(self)
         return 0.0 if dtype in (compute, "float64") else HALF_UNITS[dtype]
 
 
@@ -123,11 +123,11 @@ class Stochastic(StateFormat, ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """Describe the one part, the value."""
-        return (PartSpec("value", torch_dtype(chosen(self.dtype, self))),)
+        return (PartSpec("value", torch_dtype(self.dtype or unnamed(self))),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Round the value once, up or down at random."""
-        dtype = low(chosen(self.dtype, self), "Stochastic")
+        dtype = low(self.dtype or unnamed(self), "Stochastic")
         exact = x.detach()
         return (straight_through(rounding.to_stochastic(exact, dtype, dither(dtype, exact, key)), x),)
 

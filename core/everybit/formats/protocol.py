@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol, get_args
+from typing import Literal, NoReturn, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -164,17 +164,15 @@ def parts_of(format: Format) -> tuple[PartSpec, ...]:
     return found
 
 
-def chosen(dtype: FloatDType | None, who: Format) -> FloatDType:
-    """Return a dtype that is known.
+def unnamed(who: Format) -> NoReturn:
+    """Refuse to store anything in a format whose dtype is left to the context.
 
     Raises:
-        ValueError: It was left to the context.
+        ValueError: Always.
     """
-    if dtype is None:
-        raise ValueError(
-            f"{who}: its dtype was left to the context; call .for_params(dtype) or .for_slot(kind, compute) first."
-        )
-    return dtype
+    raise ValueError(
+        f"{who}: its dtype was left to the context; call .for_params(dtype) or .for_slot(kind, compute) first."
+    )
 
 
 SPLITS_FLOAT32 = (

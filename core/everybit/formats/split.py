@@ -28,8 +28,8 @@ from everybit.formats.protocol import (
     Rounding,
     SlotKind,
     StateFormat,
-    chosen,
     low,
+    unnamed,
 )
 
 
@@ -82,7 +82,7 @@ class Split(StateFormat, ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """The value and the remainder."""
-        value = PartSpec("value", torch_dtype(chosen(self.value, self)))
+        value = PartSpec("value", torch_dtype(self.value or unnamed(self)))
         return value, PartSpec("remainder", torch.int16 if self.bits == 16 else torch.int8)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
@@ -91,7 +91,7 @@ class Split(StateFormat, ParamFormat):
         return straight_through(value, x), remainder
 
     def _cut(self, x: Tensor, key: Key) -> tuple[Tensor, Tensor]:
-        if chosen(self.value, self) == "float16":
+        if (self.value or unnamed(self)) == "float16":
             return self._cut_float16(x, key)
         kept = self._drop(x.view(torch.int32), 16 - self.bits, key)
         # The upper half, half-way cases away from zero: then the difference always fits.
@@ -106,7 +106,7 @@ class Split(StateFormat, ParamFormat):
         return straight_through(self._whole(value.detach(), parts[1].to(torch.int32)), value)
 
     def _whole(self, value: Tensor, remainder: Tensor) -> Tensor:
-        if chosen(self.value, self) == "float16":
+        if (self.value or unnamed(self)) == "float16":
             return self._whole_float16(value, remainder)
         whole = (value.view(torch.int32) + (remainder if self.bits == 16 else remainder << 8)).view(torch.float32)
         return torch.where(whole != whole, value, whole)
@@ -114,7 +114,7 @@ class Split(StateFormat, ParamFormat):
     def resolution(self, compute: ComputeDType) -> float:
         """0 for ``Split(16)``, which is exact, and for stochastic rounding; else half a unit in the last of 24 bits."""
         exact = self.bits == 16 or self.rounding == "stochastic"
-        return 0.0 if exact else HALF_UNITS[low(chosen(self.value, self), "Split")] * 2.0**-8
+        return 0.0 if exact else HALF_UNITS[low(self.value or unnamed(self), "Split")] * 2.0**-8
 
     def _drop(self, bits: Tensor, count: int, key: Key) -> Tensor:
         """Round a bit pattern to a multiple of ``2**count``; a carry into the exponent is the next binade, as it should be."""

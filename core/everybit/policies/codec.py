@@ -11,6 +11,7 @@ from torch import Tensor
 
 from everybit.base import (
     FLOAT_DTYPES,
+    Blocks,
     FirstElement,
     Key,
     Lane,
@@ -21,7 +22,6 @@ from everybit.base import (
     stream,
     torch_dtype,
     tree,
-    without_gaps,
 )
 from everybit.formats import BUILT_IN, Format, Parts, PartSpec
 from everybit.formats.protocol import parts_of
@@ -91,7 +91,7 @@ class Codec:
 
     def _kept(self, x: Tensor) -> Tensor:
         """What is stored of a value: zeros in gaps, where a step may have computed anything, and which scales of blocks must not see."""
-        return without_gaps(self.first, x)
+        return self.first.filled(x) if isinstance(self.first, Blocks) else x
 
     def decode_state(self, inner: S) -> S:
         """Decode the slots of a transform's state.
@@ -147,7 +147,7 @@ class Codec:
                 raise ValueError(
                     f"{where()}: got the shape {tuple(value.shape)}; accepted is that of its parameter, {tuple(leaf.shape)}."
                 )
-            if value.dtype is not torch_dtype(one.policy.compute):
+            if value.dtype is not one.wide:
                 raise ValueError(f"{where()}: got {value.dtype}; accepted before encoding is {one.policy.compute}.")
             first, *rest = parts = _encoded(one.slot(name), self._kept(value), key, where)
             return parts if rest else first
@@ -219,7 +219,7 @@ def widened_param(leaf: Tensor, one: Resolved) -> Tensor:
     A module's parameter is detached, or the state would keep a graph; a plain tensor is not: a start may be differentiated by.
     """
     plain = leaf.detach() if is_parameter(leaf) else leaf
-    value = plain.to(torch_dtype(one.policy.compute))
+    value = plain.to(one.wide)
     return value.clone() if value.dtype is leaf.dtype else value
 
 
@@ -238,7 +238,7 @@ def widened(grads: P, params: P, formats: list[Resolved], *, name: str = "grads"
                 f"{path}: got {kind} with Policy.compute={compute!r}; accepted are dense, real floating-point tensors:"
                 f" {', '.join(accepted)}."
             )
-        wide.append(_as_stored(grad).to(torch_dtype(compute)))
+        wide.append(_as_stored(grad).to(one.wide))
     return tree.replace(params, wide)
 
 

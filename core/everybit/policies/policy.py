@@ -223,6 +223,7 @@ class Resolved:
         grads_comm: dtype in which they are sent.
         reduce: How what was sent is summed.
         squares: Names of the slots whose numbers are never negative.
+        wide: The dtype in which updates are computed.
     """
 
     policy: Policy
@@ -232,8 +233,17 @@ class Resolved:
     grads_comm: FloatDType
     reduce: Literal["native", "fp32"]
     squares: frozenset[str] = frozenset()
-    found: dict[str, Format] = field(default_factory=dict, init=False, compare=False, repr=False)
+    wide: torch.dtype = field(init=False, compare=False, repr=False)
+    found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Results of :func:`~everybit.base.memo.once`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wide", torch_dtype(self.policy.compute))
+
+    @property
+    def block(self) -> int:
+        """The least number of elements at whose multiples everything that is stored may be cut; see :attr:`Policy.block`."""
+        return once(self, "block of all slots", lambda: self.policy.block)
 
     def slot(self, name: str) -> Format:
         """The format of the slot called ``name``, every dtype named."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from everybit.base import tree
 from everybit.base.barriers import separate
 from everybit.protocol.context import Context
-from everybit.protocol.requests import then
+from everybit.protocol.requests import Pending, then
 from everybit.protocol.transform import Transform
 
 P = TypeVar("P")
@@ -36,7 +36,8 @@ def enter(transform: Transform[S], updates: P, state: S, params: P, ctx: Context
         _require_pair(transform, returned, state)
         return after(*returned)
 
-    return then(transform.update(updates, state, params, ctx), checked)
+    returned: Any = transform.update(updates, state, params, ctx)
+    return then(returned, checked) if isinstance(returned, Pending) else checked(returned)
 
 
 def _require_pair(transform: Transform[S], returned: Any, state: S) -> None:

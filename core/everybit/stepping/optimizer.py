@@ -141,6 +141,11 @@ class Optimizer(Generic[S]):
         """Whether a step needs the elements' indices: the policy rounds stochastically, or the transform draws."""
         return self.draws or draws_bits(self.policy)
 
+    @property
+    def periods(self) -> tuple[int, ...]:
+        """The periods of the work that is done every few steps only, in ascending order."""
+        return once(self, "periods", lambda: periods(self.transform))
+
     def due(self, step: int) -> tuple[tuple[int, bool], ...]:
         """Decide on the host which periodic work is due at an update, for the ``due`` of :class:`~everybit.Context`.
 
@@ -160,7 +165,7 @@ class Optimizer(Generic[S]):
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
             raise ValueError(f"step: got {step!r}; accepted is the number of an update, a whole number, at least 1.")
-        return tuple((period, (step - 1) % period == 0) for period in periods(self.transform))
+        return tuple((period, (step - 1) % period == 0) for period in self.periods)
 
     def formats(self, params: object) -> list[Resolved]:
         """Return how each leaf of ``params`` and its state are stored, in order.

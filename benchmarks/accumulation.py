@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
+from everybit_cli.compare.model import SIZES, Block, Transformer
 from everybit_torch import FlatStepper
-from everybit_torch.cli.compare.model import SIZES, Block, Transformer
 from everybit_torch.planning.allocations import AllocationCounter
 from machine import describe
 from pages import insert, origin, table

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from torch import Tensor
 
-from everybit_torch.cli.colours import POLICY_COLOURS
+from everybit_cli.colours import POLICY_COLOURS
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after the back end is chosen

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from everybit_torch.cli.compare.corpus import Batches, even_windows, load_corpus
-from everybit_torch.cli.compare.experiment import VALIDATION_BYTES
-from everybit_torch.cli.compare.model import SIZES, loss_of
-from everybit_torch.cli.compare.training import learning_rate_share, new_model
+from everybit_cli.compare.corpus import Batches, even_windows, load_corpus
+from everybit_cli.compare.experiment import VALIDATION_BYTES
+from everybit_cli.compare.model import SIZES, loss_of
+from everybit_cli.compare.training import learning_rate_share, new_model
 from machine import describe
 
 CONTEXT, BATCH, CLIP = 128, 8, 1.0

@@ -17,9 +17,9 @@ import tyro
 from torch import Tensor, nn
 
 import everybit as eb
+from everybit_cli.compare.corpus import load_corpus
+from everybit_cli.compare.model import SIZES, Transformer
 from everybit_torch import TorchOptimizer
-from everybit_torch.cli.compare.corpus import load_corpus
-from everybit_torch.cli.compare.model import SIZES, Transformer
 from machine import describe
 from pages import insert, origin, table
 

@@ -32,9 +32,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import everybit as eb
+from everybit_cli.compare.corpus import load_corpus
+from everybit_cli.compare.model import SIZES, Block, ModelSize, Transformer
 from everybit_torch import AdamW, FlatStepper
-from everybit_torch.cli.compare.corpus import load_corpus
-from everybit_torch.cli.compare.model import SIZES, Block, ModelSize, Transformer
 from machine import describe, synchronize
 from pages import insert, origin, table
 

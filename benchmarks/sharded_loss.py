@@ -22,10 +22,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import everybit as eb
+from everybit_cli.compare.corpus import load_corpus
+from everybit_cli.compare.model import SIZES, Block, Transformer
+from everybit_cli.compare.pictures import smooth
 from everybit_torch import FlatStepper
-from everybit_torch.cli.compare.corpus import load_corpus
-from everybit_torch.cli.compare.model import SIZES, Block, Transformer
-from everybit_torch.cli.compare.pictures import smooth
 from machine import describe
 from pages import insert, origin, table
 

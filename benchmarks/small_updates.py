@@ -88,7 +88,7 @@ def draw(found: dict[str, Any], palette: str) -> None:
     import matplotlib as mpl
 
     from concept_pictures import PALETTES, SETTINGS
-    from everybit_torch.cli.colours import POLICY_COLOURS
+    from everybit_cli.colours import POLICY_COLOURS
 
     ink = PALETTES[palette]
     named = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")

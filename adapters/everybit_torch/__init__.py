@@ -25,9 +25,7 @@ from everybit_torch.interop.quantized import (
 )
 from everybit_torch.interop.weights import export_weights, import_weights, load_safetensors, save_safetensors
 from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, NAdam, RAdam, Rprop
-from everybit_torch.optim.full_precision import LoadReport, RoundingLoss
-from everybit_torch.optim.gradient_release import GradientRelease, enable_gradient_release
-from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim import GradientRelease, LoadReport, RoundingLoss, TorchOptimizer, enable_gradient_release
 from everybit_torch.outer import OuterOptimizer
 from everybit_torch.routing import routing
 from everybit_torch.sharpness import sam_weights
@@ -36,7 +34,7 @@ from everybit_torch.weight_decay import weight_decay_groups
 
 if TYPE_CHECKING:
     from everybit_torch.checkpoint.sharded import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
-    from everybit_torch.fsdp2.exact_reduce_scatter import ExactReduceScatter
+    from everybit_torch.fsdp2 import ExactReduceScatter
     from everybit_torch.planning.plan import Plan, plan
     from everybit_torch.sharded.mixed_precision import MixedPrecision
     from everybit_torch.sharded.nonfinite_state import NonFiniteState, nonfinite_state

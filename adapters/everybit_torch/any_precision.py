@@ -12,9 +12,8 @@ from everybit.base import dtype_name, require_member
 from everybit.policies.checks import problems
 from everybit_torch import notices
 from everybit_torch.arguments import TorchArguments
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.param_groups import Params
-from everybit_torch.segments.steps import Compile
+from everybit_torch.optim import Params, TorchOptimizer
+from everybit_torch.segments import Compile
 
 
 class AnyPrecisionAdamW(TorchOptimizer):

@@ -14,11 +14,11 @@ from everybit.policies import PolicyOrName
 from everybit.protocol import Transform
 from everybit.stepping import Unsafe
 from everybit_torch import drop_ins, more_drop_ins
-from everybit_torch.embeddings import embeddings_of, for_model, policy_with_embeddings
+from everybit_torch.compiled import Factory
+from everybit_torch.embeddings import FactoryForModel, embeddings_of, policy_with_embeddings
 from everybit_torch.hyperparameter_names import torch_defaults
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.param_groups import Params
-from everybit_torch.segments.steps import Compile
+from everybit_torch.optim import Params, TorchOptimizer, named_by
+from everybit_torch.segments import Compile
 
 Choice = Literal[
     "adagrad", "adam", "all", "alone", "bfloat16", "both", "cautious", "channel", "columns", "columns_then_rows", "corrected", "coupled",
@@ -128,3 +128,10 @@ def create(
         else kind(params, **settings, **given)
     )
     return made
+
+
+def for_model(params: Params, factory: Factory, model: nn.Module | None) -> tuple[Params, Factory]:
+    """Parameters or param groups with a model's names for them, and a factory whose transforms know the model's embeddings."""
+    if model is None:
+        return params, factory
+    return named_by(params, model), FactoryForModel(factory, embeddings_of(model))

@@ -11,8 +11,8 @@ from torch import Tensor
 from everybit.policies import PolicyOrName
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import ImplementationArguments
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.segments.steps import Compile
+from everybit_torch.optim import TorchOptimizer
+from everybit_torch.segments import Compile
 from everybit_torch.torch_internals.optimizers import hooks_of
 
 IMPLEMENTATION: Mapping[str, Any] = {"foreach": None, "capturable": False, "differentiable": False}

@@ -11,11 +11,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Hyperparameter
 from everybit_torch.drop_in import IMPLEMENTATION, AdamOptions, DropIn, Options
-from everybit_torch.optim.front import TorchNames
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.param_groups import Params
-from everybit_torch.optim.parameters import Stepped
-from everybit_torch.optim.states import UNUSED
+from everybit_torch.optim import UNUSED, Params, Stepped, TorchNames, TorchOptimizer
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq", "max_variance": "max_exp_avg_sq"}
 _FULLY_DECOUPLED: Mapping[str, Any] = {"fully_decoupled": False, "max_learning_rate": None}

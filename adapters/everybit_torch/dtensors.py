@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from everybit_torch.collectives.communicator import Communicator, GroupAxis
+from everybit_torch.collectives import Communicator, GroupAxis
 from everybit_torch.torch_internals.dtensors import local_part, offset_of_local_part, shape_of_local_part
 
 if TYPE_CHECKING:

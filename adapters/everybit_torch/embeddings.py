@@ -14,8 +14,7 @@ from everybit.combinators import Masked, Partition
 from everybit.policies import ByLabel
 from everybit.protocol import map_parts, transforms_in
 from everybit_torch.choosing import Tree
-from everybit_torch.compiled.probing import Factory
-from everybit_torch.optim.param_groups import Params, named_by
+from everybit_torch.compiled import Factory
 
 P = TypeVar("P")
 
@@ -109,10 +108,3 @@ def require_names(optimizers: Iterable[eb.Optimizer[Any]], tree: Tree) -> None:
                 for path, parameter in zip(eb.tree.paths(tree), tree.values(), strict=True):
                     if not is_lazy(parameter):
                         choice(path, parameter)
-
-
-def for_model(params: Params, factory: Factory, model: nn.Module | None) -> tuple[Params, Factory]:
-    """Parameters or param groups with a model's names for them, and a factory whose transforms know the model's embeddings."""
-    if model is None:
-        return params, factory
-    return named_by(params, model), FactoryForModel(factory, embeddings_of(model))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim import TorchOptimizer
 
 
 @runtime_checkable

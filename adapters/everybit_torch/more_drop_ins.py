@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit_torch.drop_in import IMPLEMENTATION, DropIn, Options
-from everybit_torch.optim.front import TorchNames
-from everybit_torch.optim.param_groups import Params
+from everybit_torch.optim import Params, TorchNames
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
 

@@ -12,7 +12,7 @@ import everybit as eb
 from everybit.policies import PolicyOrName
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.dtensors import is_dtensor, local
-from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim import TorchOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

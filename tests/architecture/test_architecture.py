@@ -50,6 +50,28 @@ def test_an_import_path_in_the_core_is_at_most_ten_rooms_and_modules_long() -> N
     assert length(longest) <= 10, longest
 
 
+def test_an_import_path_in_the_torch_package_is_at_most_twelve_modules_long() -> None:
+    """What is imported of a room's face does not count: a reader need not go on there."""
+    root = ROOT / "adapters"
+    paths = {
+        ".".join(path.relative_to(root).with_suffix("").parts): path for path in root.glob("everybit_torch/**/*.py")
+    }
+    modules = {
+        name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items() if "__init__" not in name
+    }
+
+    @cache
+    def path_from(name: str) -> tuple[str, ...]:
+        found = [node for node in ast.walk(modules[name]) if isinstance(node, ast.ImportFrom)]
+        others = {node.module or "" for node in found} | {
+            f"{node.module}.{one.name}" for node in found for one in node.names
+        }
+        return (name, *max((path_from(other) for other in others & modules.keys() - {name}), key=len, default=()))
+
+    longest = max(map(path_from, modules), key=len)
+    assert len(longest) <= 12, longest
+
+
 def test_a_folder_of_the_core_has_at_most_twenty_modules() -> None:
     """But for ``transforms``: one module for each."""
     for folder in [path.parent for path in CORE.glob("everybit/**/__init__.py")]:

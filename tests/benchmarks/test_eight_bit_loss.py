@@ -7,11 +7,11 @@ import torch
 
 import everybit as eb
 from eight_bit_loss import BATCH, CONTEXT, SUBJECTS, Arguments, main, train
-from everybit_torch.cli.compare.corpus import Batches, even_windows, load_corpus
-from everybit_torch.cli.compare.experiment import VALIDATION_BYTES
-from everybit_torch.cli.compare.model import SIZES
-from everybit_torch.cli.compare.options import CompareOptions
-from everybit_torch.cli.compare.training import Trainee
+from everybit_cli.compare.corpus import Batches, even_windows, load_corpus
+from everybit_cli.compare.experiment import VALIDATION_BYTES
+from everybit_cli.compare.model import SIZES
+from everybit_cli.compare.options import CompareOptions
+from everybit_cli.compare.training import Trainee
 
 STEPS = 4
 
@@ -20,9 +20,7 @@ def test_torchs_adamw_ends_where_the_comparisons_float32_does() -> None:
     options = CompareOptions(steps=STEPS)
     assert (options.batch, options.context) == (BATCH, CONTEXT)
     corpus = load_corpus()
-    trainee = Trainee(
-        "FP32", eb.policies.FP32, size=SIZES["mini"], seed=1, options=options, device=torch.device("cpu"), probed=False
-    )
+    trainee = Trainee("FP32", eb.policies.FP32, size=SIZES["mini"], seed=1, options=options, device=torch.device("cpu"))
     batches = Batches(corpus.training, batch=BATCH, context=CONTEXT, seed=1)
     for _ in range(STEPS):
         trainee.train(batches.next())

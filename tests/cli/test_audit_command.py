@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import everybit as eb
-from everybit_torch import AdamW, Audit, cli
-from everybit_torch.cli.errors import BAD_OPTION, FAILED
+import everybit_cli as cli
+from everybit_cli.errors import BAD_OPTION, FAILED
+from everybit_torch import AdamW, Audit
 
 
 def audited(path: Path, dtype: torch.dtype, lr: float) -> list[str]:

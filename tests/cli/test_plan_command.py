@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import everybit as eb
-from everybit_torch import cli, create
-from everybit_torch.cli.compare.model import SIZES, Transformer
-from everybit_torch.cli.errors import BAD_OPTION
-from everybit_torch.cli.models import build
+import everybit_cli as cli
+from everybit_cli.compare.model import SIZES, Transformer
+from everybit_cli.errors import BAD_OPTION
+from everybit_cli.models import build
+from everybit_torch import create
 
 
 def small_model() -> nn.Module:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import everybit as eb
-from everybit_torch.cli.compare.command import CLOSING
+from everybit_cli.compare.command import CLOSING
 from tests.support.pages import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -296,7 +296,7 @@ PAGES = {
     "docs/tutorials/swap_one_line.md": Page(check=check_swapped_line),
     "docs/tutorials/choose_a_policy.md": Page(
         smaller={
-            "advise": "advise --policies LEAN_BF16",
+            "--memory": "--policies LEAN_BF16 --memory",
             "llama-3-8b --ranks 8": "tiny --ranks 1",
             "my_model:build --units Block --ranks 2": "my_model:build --units Block --ranks 1",
             "--steps 200": "--steps 2 --model tiny",

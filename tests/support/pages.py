@@ -35,8 +35,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from everybit_torch import cli
-from everybit_torch.cli.command_line import parse
+import everybit_cli as cli
+from everybit_cli.command_line import parse
 from tests.support.ports import free_port
 from tests.support.ranks import run
 

@@ -20,7 +20,7 @@ from everybit.stepping.entries import VERSION_KEY
 from everybit_torch import drop_ins
 from everybit_torch.audit.layers import LayerAudit, audit_step
 from everybit_torch.checkpoint.single_file import load_checkpoint
-from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim import TorchOptimizer
 
 MOMENTUM = ("exp_avg", "momentum_buffer", "momentum")
 """Names of the running mean of gradients: torch's, and everybit's."""

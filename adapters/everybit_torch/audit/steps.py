@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.policies import short
 from everybit.stepping.entries import WEIGHTS
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.parameters import parameters_of
+from everybit_torch.optim import TorchOptimizer, parameters_of
 
 LOW = (torch.bfloat16, torch.float16)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from everybit_torch.checkpoint.single_file import with_message
-from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives import Communicator
 
 T = TypeVar("T")
 

@@ -47,16 +47,13 @@ from everybit_torch.checkpoint.folders import (
 from everybit_torch.checkpoint.inventory import Inventory
 from everybit_torch.checkpoint.parts import Flat, SavedParts
 from everybit_torch.checkpoint.pending import PendingSave
+from everybit_torch.checkpoint.pieces import PieceParts
+from everybit_torch.checkpoint.rows import RowParts
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.checkpoint.storage import CheckedReader, CheckedWriter, read_piece
-from everybit_torch.collectives import groups
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.flat.saved_pieces import PieceParts
-from everybit_torch.flat.stepper import BufferStepper
-from everybit_torch.fsdp2.saved_rows import RowParts
-from everybit_torch.optim.expected import as_count
-from everybit_torch.optim.full_precision import load_all
-from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.collectives import Communicator, groups
+from everybit_torch.flat import BufferStepper
+from everybit_torch.optim import TorchOptimizer, as_count, load_all
 from everybit_torch.sharded.stepper import FlatStepper
 
 __all__ = ["latest_checkpoint", "load_sharded", "load_sharded_into", "save_sharded", "sharded_state_dict"]

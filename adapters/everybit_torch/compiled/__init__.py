@@ -1,1 +1,31 @@
 """A pure step as one pass over memory: compiled where that is possible, and told apart by what its code depends on."""
+
+from everybit_torch.compiled.compilation import (
+    DeclinedError,
+    can_compile,
+    cause,
+    compile_step,
+    has_compiler,
+    let_length_vary,
+    may_compile,
+)
+from everybit_torch.compiled.fused_sums import FusedSums
+from everybit_torch.compiled.probing import Factory, fits, is_number
+from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
+
+__all__ = [
+    "LIMIT",
+    "DeclinedError",
+    "Factory",
+    "FusedSums",
+    "Inputs",
+    "Variants",
+    "can_compile",
+    "cause",
+    "compile_step",
+    "fits",
+    "has_compiler",
+    "is_number",
+    "let_length_vary",
+    "may_compile",
+]

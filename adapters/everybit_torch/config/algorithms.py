@@ -20,8 +20,8 @@ from everybit.optimizers import NamedOptimizer, OptimizerName, optimizer_named
 from everybit_torch import drop_ins
 from everybit_torch.arguments import by_given_name
 from everybit_torch.config.structure import Choice, require_fields
-from everybit_torch.creating import CLASSES
-from everybit_torch.embeddings import embeddings_of, for_model, policy_with_embeddings
+from everybit_torch.creating import CLASSES, for_model
+from everybit_torch.embeddings import embeddings_of, policy_with_embeddings
 from everybit_torch.hyperparameter_names import (
     ARGUMENTS,
     argument_names,
@@ -30,8 +30,7 @@ from everybit_torch.hyperparameter_names import (
     torch_arguments,
     torch_defaults,
 )
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.param_groups import Params
+from everybit_torch.optim import Params, TorchOptimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

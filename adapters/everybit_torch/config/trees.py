@@ -17,12 +17,12 @@ from everybit.stepping import Unsafe
 from everybit_torch.config.algorithms import ALGORITHM, AdamWConfig, Algorithm
 from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, require_matches
 from everybit_torch.config.structure import Kinds, Reader
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.segments.steps import Compile
+from everybit_torch.optim import TorchOptimizer
+from everybit_torch.segments import Compile
 from everybit_torch.sharded.strategies import PlainOptions
 
 if TYPE_CHECKING:
-    from everybit_torch.collectives.meshes import Mesh
+    from everybit_torch.collectives import Mesh
     from everybit_torch.sharded.stepper import FlatStepper
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import (
+from everybit_torch.collectives import (
+    Communicator,
     FusedSum,
     Grads,
     Mode,

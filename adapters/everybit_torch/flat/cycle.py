@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from everybit.base import FloatDType, barriers
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.staging import StagingMemory
-from everybit_torch.collectives.communicator import Communicator, GroupAxis
+from everybit_torch.collectives import Communicator, GroupAxis
 from everybit_torch.dtensors import local
 from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.flat.optimizer import ShareOptimizer

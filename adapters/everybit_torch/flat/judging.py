@@ -12,9 +12,7 @@ from torch import nn
 from everybit.base import dtype_name
 from everybit.combinators import needs_whole_tensors, step_cost
 from everybit.policies import LOW, resolve
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.meshes import communicators
-from everybit_torch.collectives.reduction import Grads
+from everybit_torch.collectives import Communicator, Grads, communicators
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.flat.layout import Buffer, Spec, lay_out
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at

@@ -12,10 +12,8 @@ from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python
 from everybit_torch.hyperparameter_names import spread
-from everybit_torch.optim import evaluating
-from everybit_torch.optim.groups import Group, GroupMaker
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.segments.steps import Compile
+from everybit_torch.optim import Group, GroupMaker, TorchOptimizer, evaluating
+from everybit_torch.segments import Compile
 from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 

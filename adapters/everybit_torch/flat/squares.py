@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit.base import sum_of_squares
 from everybit.base.barriers import scratch_for
 from everybit_torch import notices
-from everybit_torch.compiled.compilation import DeclinedError, cause, compile_step, has_compiler, let_length_vary
+from everybit_torch.compiled import DeclinedError, cause, compile_step, has_compiler, let_length_vary
 
 
 class Squares:

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.collectives.communicator import GroupAxis
-from everybit_torch.compiled.fused_sums import FusedSums
+from everybit_torch.collectives import GroupAxis
+from everybit_torch.compiled import FusedSums
 from everybit_torch.flat.buffers import FlatBuffer, Partial, Reduced
 from everybit_torch.flat.cycle import Cycle
 from everybit_torch.flat.judging import Judged
 from everybit_torch.flat.optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.flat.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.flat.turns import Turns
-from everybit_torch.segments.run import Memory
-from everybit_torch.segments.single import Places
+from everybit_torch.segments import Memory, Places
 from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.synchronization import synchronize_values

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from everybit_torch.checkpoint.host_bytes import bytes_of
-from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives import Communicator
 
 Turn = Literal["microbatch", "step"]
 

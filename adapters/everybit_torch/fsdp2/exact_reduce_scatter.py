@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everybit.base import LowDType, require_member, torch_dtype
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import Wire, cast, reduce_scatter_into
+from everybit_torch.collectives import Communicator, Wire, cast, reduce_scatter_into
 from everybit_torch.torch_internals.fsdp import ReduceScatter
 
 

@@ -13,9 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from everybit.base import dtype_name
 from everybit.policies import LOW, resolve
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.meshes import Mesh, communicators
-from everybit_torch.collectives.reduction import Grads
+from everybit_torch.collectives import Communicator, Grads, Mesh, communicators
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.fsdp2.units import Unit, homes_of, is_sharded, require_shardable, shard, sharded_modules, units_of
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import FusedSum, Grads, Mode, accumulate, cast, reduce_scatter_into
+from everybit_torch.collectives import Communicator, FusedSum, Grads, Mode, accumulate, cast, reduce_scatter_into
 from everybit_torch.dtensors import local
 from everybit_torch.fsdp2.units import Unit
 from everybit_torch.sharded.nonfinite import count_nonfinite

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import all_reduce_into, as_sent, divide, reduce_scatter_into
+from everybit_torch.collectives import Communicator, all_reduce_into, as_sent, divide, reduce_scatter_into
 from everybit_torch.dtensors import local, row_edges
 from everybit_torch.fsdp2.main_gradients import MainGradient
 

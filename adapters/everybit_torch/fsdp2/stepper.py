@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from everybit.combinators import needs_whole_tensors
-from everybit_torch.compiled.fused_sums import FusedSums
+from everybit_torch.compiled import FusedSums
 from everybit_torch.dtensors import like
-from everybit_torch.flat.cycle import Cycle
-from everybit_torch.flat.optimizer import LabelledGroups, ShareOptimizer
+from everybit_torch.flat import Cycle, LabelledGroups, ShareOptimizer
 from everybit_torch.fsdp2.judging import Judged
 from everybit_torch.fsdp2.main_gradients import MainGradient
 from everybit_torch.fsdp2.outer_rows import OuterRows

@@ -23,11 +23,18 @@ from everybit.formats.blockwise import spread, unpacked
 from everybit.stepping.entries import STEP, WEIGHTS
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.dtensors import is_dtensor
-from everybit_torch.optim import loading
-from everybit_torch.optim.full_precision import RoundingLoss, decoded_all, rounding_loss
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.parameters import parameters_of
-from everybit_torch.optim.saved_structure import Saved, names, read, shown
+from everybit_torch.optim import (
+    RoundingLoss,
+    Saved,
+    TorchOptimizer,
+    decoded_all,
+    loading,
+    names,
+    parameters_of,
+    read,
+    rounding_loss,
+    shown,
+)
 
 BITSANDBYTES_BLOCK = 256
 _NESTED = "__bnb_optimizer_quant_state__"

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.checkpoint.single_file import replace_file, with_message
-from everybit_torch.optim.expected import require_tensor
-from everybit_torch.optim.full_precision import RoundingLoss, rounding_loss
-from everybit_torch.optim.full_weights import FLOATS
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.saved_structure import shown
+from everybit_torch.optim import FLOATS, RoundingLoss, TorchOptimizer, require_tensor, rounding_loss, shown
 
 TIED = "everybit.tied"
 """Under which a safetensors file's metadata says which names stand for one tensor."""

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from everybit.optimizers import NamedOptimizer, OptimizerName, optimizers
 from everybit.policies import PolicyName
 from everybit_torch import drop_ins
-from everybit_torch.creating import CLASSES
-from everybit_torch.embeddings import for_model
+from everybit_torch.creating import CLASSES, for_model
 from everybit_torch.hyperparameter_names import torch_defaults
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.param_groups import Params
-from everybit_torch.segments.steps import Compile
+from everybit_torch.optim import Params, TorchOptimizer
+from everybit_torch.segments import Compile
 
 
 class EverybitAdamW(drop_ins.AdamW):

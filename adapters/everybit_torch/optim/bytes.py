@@ -10,7 +10,7 @@ from everybit.stepping import state_bytes
 from everybit_torch.dtensors import local
 from everybit_torch.optim.parameters import Parameters
 from everybit_torch.optim.states import UNUSED, ParameterState
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments import Segment
 
 
 def _add_state(table: dict[str, int], segment: Segment) -> None:

@@ -19,7 +19,7 @@ from everybit_torch.optim.groups import Optimizers
 from everybit_torch.optim.migration import skeleton
 from everybit_torch.optim.parameters import Parameters, Plan
 from everybit_torch.optim.saved_structure import shown
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments import Segment
 
 LARGEST_COUNT = 2**53
 """Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here

@@ -17,7 +17,7 @@ from everybit_torch.dtensors import like, local
 from everybit_torch.optim.parameters import Parameters, shown
 from everybit_torch.optim.visiting import Visited
 from everybit_torch.optim.visits import entries_of
-from everybit_torch.segments.segment import Segment, write
+from everybit_torch.segments import Segment, write
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from everybit_torch.arguments import (
     require_known_options,
 )
 from everybit_torch.choosing import Decision, tree_of
-from everybit_torch.compiled.probing import Factory
+from everybit_torch.compiled import Factory
 from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
 from everybit_torch.optim.migration import skeleton
 from everybit_torch.optim.param_groups import described, main_gradients, policy_for
-from everybit_torch.segments.steps import Compile, Steps
+from everybit_torch.segments import Compile, Steps
 
 Optimizers = dict[torch.dtype, eb.Optimizer[Any]]
 """A group's optimizers, by dtype of the parameters."""

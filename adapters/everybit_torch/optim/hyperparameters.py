@@ -11,7 +11,7 @@ from everybit_torch.choosing import applied
 from everybit_torch.optim.groups import Group, Optimizers
 from everybit_torch.optim.migration import Migration, plan_migration
 from everybit_torch.optim.parameters import Parameters, Stepped, shown
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments import Segment
 
 MayBegin = Callable[[Stepped, list[str], Mapping[str, Any]], None]
 """Refuses slots that cannot begin after other steps, by a ValueError: it gets their names and the factory's new arguments."""

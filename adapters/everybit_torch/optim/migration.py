@@ -21,7 +21,7 @@ from everybit.protocol import fields_of, is_transform
 from everybit.stepping import OptimizerState
 from everybit.stepping.entries import STEP, WEIGHTS, Field
 from everybit.stepping.entries import fields as named_fields
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments import Segment
 
 _INDEX = re.compile(r"\[\d+\]")
 

@@ -16,7 +16,7 @@ from everybit.combinators import matrices_of
 from everybit.policies import block_of, resolve_tree
 from everybit.stepping.entries import Entry
 from everybit_torch.choosing import Decision, applied, decide, require_labels_used, tree_of
-from everybit_torch.collectives.communicator import GroupAxis
+from everybit_torch.collectives import GroupAxis
 from everybit_torch.dtensors import (
     RowShards,
     axis_of,
@@ -34,12 +34,19 @@ from everybit_torch.optim.states import States
 from everybit_torch.optim.visiting import Visited, Visiting, entries_of, rows_to_bring
 from everybit_torch.optim.visits import Visitor
 from everybit_torch.optim.visits import entries_of as state_of
-from everybit_torch.segments.requests import Sources
-from everybit_torch.segments.run import Memory, Run, neighbours
-from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.short import Bucket, is_short, most_short, upper_words
-from everybit_torch.segments.single import Single
-from everybit_torch.segments.steps import Steps
+from everybit_torch.segments import (
+    Bucket,
+    Memory,
+    Run,
+    Segment,
+    Single,
+    Sources,
+    Steps,
+    is_short,
+    most_short,
+    neighbours,
+    upper_words,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,8 +16,7 @@ from everybit_torch.dtensors import axis_of, is_counted, local, mesh_of
 from everybit_torch.host_counts import Due
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.visiting import Visited, Visiting
-from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.totals import Partial, Work, find_totals
+from everybit_torch.segments import Partial, Segment, Work, find_totals
 from everybit_torch.streams import is_capturing
 
 if TYPE_CHECKING:

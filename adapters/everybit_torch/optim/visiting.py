@@ -17,14 +17,12 @@ from everybit.policies import policies_of
 from everybit.stepping import Metrics
 from everybit.stepping.entries import Entry
 from everybit_torch.choosing import Decision
-from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives import Communicator
 from everybit_torch.dtensors import RowShards, is_dtensor, like, local, row_edges, row_shards
 from everybit_torch.host_counts import Due
 from everybit_torch.optim.groups import Group
 from everybit_torch.optim.visits import Of, Visitor, Visits
-from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.steps import Steps
-from everybit_torch.segments.totals import Partial
+from everybit_torch.segments import Partial, Segment, Steps
 
 
 @dataclass(slots=True, eq=False)

@@ -20,10 +20,9 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.combinators import step_cost
-from everybit_torch.collectives.all_to_all import AllToAll
-from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives import AllToAll, Communicator
 from everybit_torch.dtensors import local, row_edges
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments import Segment
 
 ROUND = 1 << 24
 """Elements for each owner that travel in a round, or one parameter, if that is larger."""

@@ -15,17 +15,14 @@ import everybit as eb
 from everybit.base import Blocks, Scattered, dtype_name
 from everybit.policies import Resolved, resolve, short
 from everybit.stepping import Metrics, nbytes, state_bytes
-from everybit_torch.collectives.reduction import Grads
-from everybit_torch.compiled.probing import is_number
-from everybit_torch.flat.layout import Buffer, Place
+from everybit_torch.collectives import Grads
+from everybit_torch.compiled import is_number
+from everybit_torch.flat import Buffer, Place
 from everybit_torch.planning.allocations import AllocationCounter
 from everybit_torch.planning.report import Plan, Ranks, in_order
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction, sent_by_sum
 from everybit_torch.planning.whole_tensors import distribution
-from everybit_torch.segments.run import neighbours
-from everybit_torch.segments.segment import PIECE, Segment, piece_size
-from everybit_torch.segments.short import indices, most_short
-from everybit_torch.segments.totals import Work, find_totals
+from everybit_torch.segments import PIECE, Segment, Work, find_totals, indices, most_short, neighbours, piece_size
 from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.strategies import Sharding

@@ -24,11 +24,9 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from everybit_torch.collectives.meshes import sizes_of
-from everybit_torch.flat.judging import laid_out
-from everybit_torch.flat.stepper import BufferStepper
-from everybit_torch.fsdp2.stepper import FSDP2Stepper
-from everybit_torch.fsdp2.units import homes_of
+from everybit_torch.collectives import sizes_of
+from everybit_torch.flat import BufferStepper, laid_out
+from everybit_torch.fsdp2 import FSDP2Stepper, homes_of
 from everybit_torch.planning.buffers import plan_buffers
 from everybit_torch.planning.report import Plan, Ranks
 from everybit_torch.planning.rows import plan_units

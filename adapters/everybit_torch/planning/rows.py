@@ -14,11 +14,11 @@ import everybit as eb
 from everybit.base import dtype_name
 from everybit.policies import resolve, short
 from everybit.stepping import Metrics, OptimizerState, nbytes, state_bytes
-from everybit_torch.collectives.reduction import Grads
+from everybit_torch.collectives import Grads
 from everybit_torch.dtensors import row_edges
 from everybit_torch.planning.report import Plan, Ranks, in_order
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction
-from everybit_torch.segments.segment import PIECE
+from everybit_torch.segments import PIECE
 from everybit_torch.sharded.labelling import Labelled
 from everybit_torch.sharded.strategies import Sharding
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from everybit_torch.collectives.reduction import Wire
+from everybit_torch.collectives import Wire
 
 
 def sent_by_sum(nbytes: int, size: int) -> Counter[str]:

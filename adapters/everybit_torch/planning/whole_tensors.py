@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from everybit_torch.flat.layout import Buffer
+from everybit_torch.flat import Buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,7 @@ from everybit.policies import AnyPolicy
 from everybit.stepping import Metrics, OptimizerState
 from everybit.stepping.entries import map_parts
 from everybit_torch.choosing import Decision
-from everybit_torch.compiled.compilation import can_compile, may_compile
-from everybit_torch.compiled.probing import Factory, fits, is_number
-from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
+from everybit_torch.compiled import LIMIT, Factory, Inputs, Variants, can_compile, fits, is_number, may_compile
 from everybit_torch.host_counts import Due
 from everybit_torch.segments.segment import Segment, step_in_place
 from everybit_torch.segments.totals import Partial, contribution, find_uncompiled

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives import Communicator
 from everybit_torch.sharded.labelling import Labelled
 from everybit_torch.sharded.options import StepperOptions
 

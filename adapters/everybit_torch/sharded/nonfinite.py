@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everybit_torch.collectives.reduction import chunk_size, chunks
+from everybit_torch.collectives import chunk_size, chunks
 
 
 def count_nonfinite(x: Tensor) -> Tensor:

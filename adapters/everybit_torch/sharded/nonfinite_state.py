@@ -11,10 +11,9 @@ from torch import Tensor
 from everybit.stepping.entries import WEIGHTS, Entry
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.agreement import Everyone
-from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives import Communicator
 from everybit_torch.dtensors import is_counted, local, mesh_of
-from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.parameters import parameters_of
+from everybit_torch.optim import TorchOptimizer, parameters_of
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.stepper import FlatStepper
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from everybit.combinators import needs_whole_tensors
 from everybit.stepping import Unsafe, with_policy
-from everybit_torch.collectives.meshes import Mesh
-from everybit_torch.optim.param_groups import require_float64
+from everybit_torch.collectives import Mesh
+from everybit_torch.optim import require_float64
 from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels
 from everybit_torch.sharded.model_units import Units

@@ -14,9 +14,7 @@ from everybit_torch import clipping, notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.pending import PendingSave
 from everybit_torch.checkpoint.staging import StagingMemory
-from everybit_torch.collectives import groups
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.meshes import ranks_of
+from everybit_torch.collectives import Communicator, groups, ranks_of
 from everybit_torch.planning.report import Plan
 from everybit_torch.routing import Routed
 from everybit_torch.sharded.labelling import LabelledTransform, Transforms
@@ -28,9 +26,8 @@ from everybit_torch.sharded.synchronization import BufferValues, synchronize_buf
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from everybit_torch.flat.optimizer import ShareOptimizer
-    from everybit_torch.flat.stepper import BufferStepper
-    from everybit_torch.fsdp2.stepper import FSDP2Stepper
+    from everybit_torch.flat import BufferStepper, ShareOptimizer
+    from everybit_torch.fsdp2 import FSDP2Stepper
 
 
 class FlatStepper:
@@ -82,13 +79,12 @@ class FlatStepper:
         self.model = model
         self.engine: BufferStepper | FSDP2Stepper
         if chosen.sharding.params:
-            from everybit_torch.fsdp2.judging import judge as judge_rows
-            from everybit_torch.fsdp2.stepper import FSDP2Stepper
+            from everybit_torch.fsdp2 import FSDP2Stepper
+            from everybit_torch.fsdp2 import judge as judge_rows
 
             self.engine = FSDP2Stepper(model, judge_rows(model, transform, chosen))
         else:
-            from everybit_torch.flat.judging import judge
-            from everybit_torch.flat.stepper import BufferStepper
+            from everybit_torch.flat import BufferStepper, judge
 
             self.engine = BufferStepper(model, judge(model, transform, chosen))
         self.ranks = ranks_of(chosen.mesh)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives import Communicator
 
 BufferValues = Literal["first", "mean"]
 """The values that buffers are set to: those of the first rank, or the mean over all ranks."""

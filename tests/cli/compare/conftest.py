@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from everybit_torch.cli.compare.corpus import Corpus, is_held_out, load_corpus
-from everybit_torch.cli.compare.results import Point, Probe, Record
+from everybit_cli.compare.corpus import Corpus, is_held_out, load_corpus
+from everybit_cli.compare.results import Point, Probe, Record
 
 MakeRecord = Callable[..., Record]
 

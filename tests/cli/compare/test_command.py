@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from everybit_torch.cli import main
-from everybit_torch.cli.compare import command
-from everybit_torch.cli.compare.corpus import Corpus
-from everybit_torch.cli.compare.progress import Bars
+from everybit_cli import main
+from everybit_cli.compare import command
+from everybit_cli.compare.corpus import Corpus
+from everybit_cli.compare.progress import Bars
 
 TINY = ["compare", "--model", "tiny", "--steps", "12", "--batch", "2", "--context", "16", "--threads", "1"]
 
@@ -149,7 +149,7 @@ def test_ctrl_c_after_a_validation_writes_what_there_was_beside_the_last_results
 
 def test_it_runs_as_a_module_and_its_help_names_every_option() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "everybit_torch", "compare", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "everybit_cli", "compare", "--help"], capture_output=True, text=True, check=True
     )
     for option in ("--steps", "--model", "--policies", "--seeds", "--device", "--out", "--lr", "--compile"):
         assert option in done.stdout
@@ -164,6 +164,6 @@ def test_the_library_does_not_load_what_only_the_command_needs() -> None:
 def test_without_the_extra_the_remedy_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("everybit_torch.cli.command_line.find_spec", lambda name: None if name == "tyro" else object())
+    monkeypatch.setattr("everybit_cli.command_line.find_spec", lambda name: None if name == "tyro" else object())
     assert main(TINY) == 2
     assert capsys.readouterr().err == "everybit: the command line needs tyro: pip install 'everybit[cli]'\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from everybit_torch.cli.compare.corpus import Batches, Corpus, even_windows, is_held_out, load_corpus, source_files
+from everybit_cli.compare.corpus import Batches, Corpus, even_windows, is_held_out, load_corpus, source_files
 
 
 def test_only_the_librarys_own_source_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from everybit_torch.cli.compare.model import SIZES, ModelSize, Transformer, loss_of, rotary, rotate
-from everybit_torch.cli.compare.training import new_model
+from everybit_cli.compare.model import SIZES, ModelSize, Transformer, loss_of, rotary, rotate
+from everybit_cli.compare.training import new_model
 
 SIZE = ModelSize(width=32, layers=2, heads=2)
 

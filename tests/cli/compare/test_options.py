@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit_torch.cli.compare.corpus import Corpus
-from everybit_torch.cli.compare.options import CompareOptions, check, check_context
-from everybit_torch.cli.errors import OptionError
-from everybit_torch.cli.files import check_out
+from everybit_cli.compare.corpus import Corpus
+from everybit_cli.compare.options import CompareOptions, check, check_context
+from everybit_cli.errors import OptionError
+from everybit_cli.files import check_out
 from everybit_torch.config import save_policy
 
 

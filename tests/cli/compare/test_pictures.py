@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import everybit as eb
-from everybit_torch.cli.compare.pictures import draw, policy_colours, smooth
-from everybit_torch.cli.compare.results import Point, Record
+from everybit_cli.compare.pictures import draw, policy_colours, smooth
+from everybit_cli.compare.results import Point, Record
 
 MakeRecord = Callable[..., Record]
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from everybit_torch.cli.compare.progress import Bars
-from everybit_torch.cli.compare.report import sheet, throughput
-from everybit_torch.cli.compare.results import Record, Summary, summarize
-from everybit_torch.cli.output import show
+from everybit_cli.compare.progress import Bars
+from everybit_cli.compare.report import sheet, throughput
+from everybit_cli.compare.results import Record, Summary, summarize
+from everybit_cli.output import show
 
 MakeRecord = Callable[..., Record]
 

@@ -11,8 +11,8 @@ from typing import IO
 
 import pytest
 
-from everybit_torch.cli.compare.results import Record, summarize
-from everybit_torch.cli.files import plain, write_json, write_whole
+from everybit_cli.compare.results import Record, summarize
+from everybit_cli.files import plain, write_json, write_whole
 
 MakeRecord = Callable[..., Record]
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import everybit as eb
+from everybit_cli.compare.corpus import Batches, Corpus
+from everybit_cli.compare.experiment import run, validation_steps
+from everybit_cli.compare.model import SIZES, loss_of
+from everybit_cli.compare.options import DEFAULT_POLICIES, CompareOptions, check
+from everybit_cli.compare.results import Record
+from everybit_cli.compare.training import UNTIMED_STEPS, Trainee, learning_rate_share, new_model
+from everybit_cli.optimizers import named_optimizer
 from everybit_torch import TorchOptimizer, evaluation_weights
-from everybit_torch.cli.compare.corpus import Batches, Corpus
-from everybit_torch.cli.compare.experiment import run, validation_steps
-from everybit_torch.cli.compare.model import SIZES, loss_of
-from everybit_torch.cli.compare.options import DEFAULT_POLICIES, CompareOptions, check
-from everybit_torch.cli.compare.results import Record
-from everybit_torch.cli.compare.training import UNTIMED_STEPS, Trainee, learning_rate_share, new_model
-from everybit_torch.cli.optimizers import named_optimizer
 from everybit_torch.creating import CLASSES
 
 CPU = torch.device("cpu")

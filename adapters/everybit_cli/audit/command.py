@@ -1,0 +1,224 @@
+"""``everybit audit``, from a saved audit or a checkpoint to a table, a picture and a policy that would mend what it shows."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+import everybit as eb
+from everybit_cli.errors import FAILED, OptionError
+from everybit_cli.files import check_out, keep_results
+from everybit_cli.machine import versions
+from everybit_cli.output import Output, Results, Sheet, counted, show
+from everybit_cli.policies import named_policy
+from everybit_torch.audit.checkpoints import audit_checkpoint
+from everybit_torch.audit.layers import LayerAudit, load_audit, worst
+
+FORMAT = 1
+ARRIVED = 0.98
+"""EDQ below which an audit says that updates are lost."""
+FROZEN = 0.5
+"""Share of elements that do not move, above which a moment is called frozen: rounded to nearest, one that moves is rarely below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditOptions(Output):
+    """Show where a training run loses precision, layer by layer, and which policy would keep it.
+
+    An audit is written by the script that trains: audit = everybit_torch.Audit(model, optimizer) after the optimizer is made, and
+    audit.save("audit.json") at the end. Of a checkpoint the next step is audited, with the momentum in the place of the gradient. Writes
+    audit.json (the verdict and all numbers) and audit.png (layers by steps) to --out, if it is given. The exit code is 1 if something is
+    lost.
+    """
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """The file that Audit.save wrote; or a checkpoint: a file of torch.save with the state dicts of model and optimizer."""
+
+    optimizer: str | None = None
+    """Class of a checkpoint's optimizer, of torch.optim or everybit; by default AdamW or SGD, by the state."""
+
+    policy: str | None = None
+    """Policy of a checkpoint's optimizer, if it is one of everybit: a preset, or a file that describes one (.toml, .json, .yaml)."""
+
+    model_key: str | None = None
+    """Under which a checkpoint has the model's state dict, if there are several."""
+
+    optimizer_key: str | None = None
+    """Under which a checkpoint has the optimizer's state dict, if there are several."""
+
+    rows: int = 20
+    """The number of layers in the table, those with the greatest loss first; 0: all."""
+
+    out: Path | None = None
+    """Folder for audit.json and audit.png; created if it does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Describe in words what is lost, and which policy would keep it.
+
+    Attributes:
+        findings: Sentences; none if nothing is lost.
+        notes: What looks like a loss and is none.
+        advice: Of the policy, with its bytes; empty if nothing is lost.
+    """
+
+    findings: list[str]
+    notes: list[str]
+    advice: str
+
+
+def audit(options: AuditOptions, console: Console, command: str) -> Results:
+    """Read, judge and show.
+
+    Raises:
+        OptionError: An option that cannot be used.
+    """
+    if options.rows < 0:
+        raise OptionError("--rows", options.rows, "a whole number, at least 0")
+    layers = _layers(options)
+    if not layers:
+        raise OptionError("path", f"{options.path}, in which no step was audited", "an audit of one step or more")
+    if options.out is not None:
+        check_out(options.out)
+    found = judge(layers)
+    steps = sorted({layer.step for layer in layers})
+    names = {layer.name for layer in layers}
+    title = f"{options.path}: {counted(len(names), 'parameter')}, {counted(len(steps), 'audited step')} ({steps[0]} to {steps[-1]})"
+    console.print(title, highlight=False)
+    show(_sheet(layers, options.rows), console)
+    for line in [*found.findings, *found.notes, found.advice or "Nothing is lost: the updates reach the weights."]:
+        console.print(line, highlight=False)
+    results = {
+        "format": FORMAT, "command": command, "versions": versions(), "findings": found.findings, "notes": found.notes,
+        "advice": found.advice, "layers": [asdict(layer) for layer in layers],
+    }  # fmt: skip
+    if options.out is not None:
+        from everybit_cli.audit.pictures import draw
+
+        keep_results(options.out, "audit", results, lambda picture: draw(picture, layers, title=title), console)
+    return Results(results, FAILED if found.findings else 0)
+
+
+def judge(layers: Sequence[LayerAudit]) -> Verdict:
+    """Totals of the audits over all layers and steps, weighted by elements."""
+    findings, notes = [], []
+    rounded = [layer for layer in layers if not layer.stochastic]
+    losing = [layer for layer in rounded if layer.edq < ARRIVED]
+    if losing:
+        lost, mended = _mean_share(rounded, "lost_share"), _mean_share(rounded, "mended_lost_share")
+        lowest = min(losing, key=lambda layer: layer.edq)
+        findings.append(
+            f"Updates are lost: {100 * lost:.1f} % of them over all layers and audited steps (float32 weights would lose"
+            f" {100 * mended:.1f} %); least arrives in {lowest.name} at step {lowest.step} (EDQ {lowest.edq:.3f})."
+        )
+        saturated = {layer.name for layer in losing if layer.stored.startswith("Kahan")}
+        if saturated:
+            findings.append(
+                f"Residuals are saturated in {counted(len(saturated), 'parameter')}: updates are too small for them, too."
+            )
+    if len(rounded) < len(layers):
+        missed = _mean_share([layer for layer in layers if layer.stochastic], "lost_share")
+        notes.append(
+            f"Weights are rounded stochastically: {100 * missed:.1f} % of the updates left theirs as it was. None of that is lost,"
+            " since the others move further: on average each update has its effect."
+        )
+    frozen = sorted({key for layer in layers for key, share in layer.frozen.items() if share > FROZEN})
+    for key in frozen:
+        some = {layer.name for layer in layers if layer.frozen.get(key, 0.0) > FROZEN}
+        findings.append(
+            f"{key} is frozen: most of its elements did not move where they were to, in {counted(len(some), 'parameter')}."
+        )
+    overflowing = [(layer, use, count) for layer in layers for use, count in layer.nonfinite.items()]
+    if overflowing:
+        layer, use, count = overflowing[0]
+        findings.append(
+            f"Numbers overflow: {count} of the {use} of {layer.name} are infinite or NaN at step {layer.step}"
+            f" ({counted(len(overflowing), 'such finding')} in all)."
+        )
+    advice = ""
+    if losing or frozen:
+        advice = (
+            "LEAN_BF16 would mend it: exact float32 weights, moments rounded stochastically; 10 bytes per parameter with Adam, gradient"
+            " included, where pure bfloat16 takes 8 and float32 16. FLOOR_BF16 mends it on average, in 8 bytes."
+        )
+    elif overflowing:
+        advice = "No policy mends that: look at the learning rate, clip gradients, or train in bfloat16, whose range is float32's."
+    return Verdict(findings, notes, advice)
+
+
+def _mean_share(layers: Sequence[LayerAudit], share: Literal["lost_share", "mended_lost_share"]) -> float:
+    """Over all layers, weighted by elements."""
+    total: float = sum(getattr(layer, share) * layer.elements for layer in layers)
+    return total / sum(layer.elements for layer in layers)
+
+
+def _layers(options: AuditOptions) -> list[LayerAudit]:
+    """Read an audit, or make one of a checkpoint."""
+    path = options.path
+    policy = None if options.policy is None else named_policy(options.policy, "--policy")[1]
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ("optimizer", "policy", "model_key", "optimizer_key")
+        if getattr(options, name) is not None
+    ]
+    try:
+        if zipfile.is_zipfile(path):
+            return _of_checkpoint(options, policy)
+        if given:
+            raise OptionError(
+                ", ".join(given), f"given for {path}, which is no checkpoint", "a checkpoint for the path"
+            )
+        return load_audit(path)
+    except OSError as error:
+        what = (error.strerror or str(error).removeprefix(f"{path}: ")).lower()
+        raise OptionError("path", f"{path} ({what})", "a file that can be read") from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, OptionError):
+            raise
+        what = " ".join(str(error).partition("; accepted")[0].removeprefix(f"{path}: ").removeprefix("got ").split())
+        raise OptionError("path", f"{path}: {what}", "what Audit.save wrote, or a checkpoint") from None
+
+
+def _of_checkpoint(options: AuditOptions, policy: eb.Policy | None) -> list[LayerAudit]:
+    try:
+        return audit_checkpoint(
+            options.path,
+            optimizer=options.optimizer,
+            policy=policy,
+            model_key=options.model_key,
+            optimizer_key=options.optimizer_key,
+        )
+    except ValueError as error:
+        raise OptionError.saying(error) from None
+
+
+def _sheet(layers: Sequence[LayerAudit], rows: int) -> Sheet:
+    shown = sorted(worst(layers).values(), key=lambda layer: layer.edq)
+    left = len(shown) - rows if rows and len(shown) > rows else 0
+    caption = (
+        "Each parameter at its worst audited step. Lost: share of the updates that left the weight as it was; float32: the same, if weights"
+        " were float32; EDQ: share of the intended update that arrived; frozen: share of a 16-bit moment's elements that did not move where"
+        " they were to, of the worst moment." + (f" {counted(left, 'more parameter')}: --rows 0." if left else "")
+    )
+    sheet = Sheet(("parameter", "elements", "step", "lost\n%", "float32\n%", "EDQ", "frozen\n%"), caption=caption)
+    for layer in shown[: rows or None]:
+        frozen = max(layer.frozen.values(), default=None)
+        sheet.rows.append(
+            (
+                layer.name,
+                f"{layer.elements:,}",
+                str(layer.step),
+                f"{100 * layer.lost_share:.1f}",
+                f"{100 * layer.mended_lost_share:.1f}",
+                f"{layer.edq:.3f}",
+                "" if frozen is None else f"{100 * frozen:.1f}",
+            )
+        )
+    return sheet

@@ -1,0 +1,240 @@
+"""The command line: subcommands, parsing, exit codes.
+
+A subcommand is a frozen dataclass of options, parsed by tyro, and a function that takes it; :data:`COMMANDS` lists them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from everybit_cli.errors import BAD_OPTION, FAILED, INTERRUPTED, OptionError, is_out_of_memory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from everybit_cli.output import Output, Results
+
+_NEEDED = ("tyro", "rich", "matplotlib", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand, whose modules are imported when it is given.
+
+    Args:
+        summary: What it does.
+        at: The module and name of its options, a dataclass: the docstrings of the fields are the help.
+        by: The module and name of the function that takes the options, the console to write to, and the command line for the record. It
+            raises OptionError.
+    """
+
+    summary: str
+    at: str
+    by: str
+
+    @property
+    def options(self) -> type[Output]:
+        """The dataclass that its command line is parsed into."""
+        found: type[Output] = _imported(self.at)
+        return found
+
+    @property
+    def run(self) -> Callable[[Output, Console, str], Results]:
+        """The function that carries it out."""
+        found: Callable[[Output, Console, str], Results] = _imported(self.by)
+        return found
+
+
+COMMANDS = {
+    "compare": Command(
+        "Train one small language model under several policies: loss, lost updates, bytes and time.",
+        "compare.options:CompareOptions",
+        "compare.command:compare",
+    ),
+    "plan": Command(
+        "Print the bytes that each rank keeps, needs at its peak and sends, for your model; and which policy fits.",
+        "plan.options:PlanOptions",
+        "plan.command:run_plan",
+    ),
+    "audit": Command(
+        "Show where a training run loses precision, and which policy would keep it.",
+        "audit.command:AuditOptions",
+        "audit.command:audit",
+    ),
+}
+
+
+def _imported(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(f"everybit_cli.{module}"), name)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``everybit`` with ``arguments``, by default those of the process; without any it prints its help.
+
+    Returns:
+        The exit code: 0; 1 if nothing fits, precision is lost, or memory ran out; 2 for a bad option; 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: After ``--help``, or where the command line cannot be parsed (code 2).
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments == ["--version"]:
+        return _print_version()
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        sys.stderr.write(f"everybit: the command line needs {', '.join(missing)}: pip install 'everybit[cli]'\n")
+        return BAD_OPTION
+    name = "everybit"
+    try:
+        name += f" {arguments[0]}" if arguments and arguments[0] in COMMANDS else ""
+        options, command = parse(arguments or ["--help"])
+        results = command.run(options, _console(options), shlex.join(["everybit", *arguments]))
+    except OptionError as error:
+        return _fail(f"{name}: {error}", BAD_OPTION)
+    except KeyboardInterrupt:
+        return _fail(f"{name}: interrupted; no file was left half-written", INTERRUPTED)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _fail(f"{name}: out of memory ({' '.join(str(error).split())}); no file was left half-written", FAILED)
+    if options.json:
+        from everybit_cli.files import as_json
+
+        sys.stdout.write(as_json(results.data))
+    return results.exit_code
+
+
+def parse(arguments: Sequence[str]) -> tuple[Output, Command]:
+    """Parse a command line, and do nothing yet.
+
+    Returns:
+        The options, and the command that takes them.
+
+    Raises:
+        OptionError: There is no such command or option; the message names the nearest.
+        SystemExit: After ``--help``, or where it cannot be parsed (code 2).
+    """
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        _print_help()
+    import tyro
+
+    if name.startswith("--tyro-"):  # completion scripts, for all commands
+        tyro.extras.subcommand_cli_from_dict(
+            {name: command.options for name, command in COMMANDS.items()}, prog="everybit", args=arguments
+        )
+    if name not in COMMANDS:
+        raise OptionError("command", f"{name}{_meant(name, [*COMMANDS, '--help', '--version'])}", ", ".join(COMMANDS))
+    command = COMMANDS[name]
+    kind = command.options
+    _require_options(name, kind, rest)
+    _join_help(kind)
+    if {"-h", "--help"} & set(rest):
+        sys.stdout.write(_wrapped(inspect.getdoc(kind) or "") + "\n\n")
+    # The description is printed above: tyro does not break its lines.
+    options: Output = tyro.cli(kind, prog=f"everybit {name}", description="", args=rest)
+    return options, command
+
+
+def _print_help() -> NoReturn:
+    """Print the list of commands, which needs none of their modules, and end.
+
+    Raises:
+        SystemExit: With code 0.
+    """
+    indent = " " * (max(map(len, COMMANDS)) + 4)
+    lines = [
+        textwrap.fill(f"  {name:{len(indent) - 4}}  {command.summary}", _columns(), subsequent_indent=indent)
+        for name, command in COMMANDS.items()
+    ]
+    sys.stdout.write(
+        "usage: everybit COMMAND [OPTIONS]\n\nOptimizers for PyTorch that account for every bit.\n\n"
+        + "\n".join(lines)
+        + "\n\n"
+        + _wrapped(
+            "everybit COMMAND --help describes a command and its options. everybit --version prints the version."
+        )
+        + "\n"
+    )
+    raise SystemExit(0)
+
+
+def _require_options(name: str, kind: type[Output], arguments: Sequence[str]) -> None:
+    known = ["--help"]
+    for field in fields(kind):
+        option = field.name.replace("_", "-")
+        known += [f"--{option}", f"--no-{option}"] if isinstance(field.default, bool) else [f"--{option}"]
+    for argument in arguments:
+        option = argument.partition("=")[0].replace("_", "-")
+        if option.startswith("--") and option not in known:
+            raise OptionError.saying(
+                ValueError(
+                    f"{option}: there is no such option{_meant(option, known)}; everybit {name} --help lists them"
+                )
+            )
+
+
+def _meant(given: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(given, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _join_help(kind: type[Output]) -> None:
+    """Join the lines of the docstrings of options: tyro would keep the line breaks of the source."""
+    import docstring_parser
+
+    texts = {
+        one.arg_name: " ".join((one.description or "").split())
+        for base in reversed(kind.__mro__[:-1])
+        for one in docstring_parser.parse_from_object(base).params
+    }
+    for field in fields(kind):
+        field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs, each joined and broken anew at the terminal's width."""
+    return "\n\n".join(
+        textwrap.fill(" ".join(one.split()), _columns(), break_on_hyphens=False) for one in text.split("\n\n")
+    )
+
+
+def _columns() -> int:
+    return max(shutil.get_terminal_size().columns, 20)
+
+
+def _console(options: Output) -> Console:
+    """Where tables and progress go: standard output belongs to the results if they are asked for as JSON."""
+    from rich.console import Console
+
+    return Console(stderr=options.json, quiet=options.quiet)
+
+
+def _fail(message: str, code: int) -> int:
+    from rich.console import Console
+
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(message)
+    return code
+
+
+def _print_version() -> int:
+    import platform
+
+    import torch
+
+    import everybit as eb
+
+    sys.stdout.write(f"everybit {eb.__version__} (torch {torch.__version__}, Python {platform.python_version()})\n")
+    return 0

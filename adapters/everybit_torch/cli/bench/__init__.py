@@ -1,1 +1,0 @@
-"""``everybit bench``: whether a step is faster and smaller here, against torch's."""

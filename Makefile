@@ -35,11 +35,12 @@ test: $(STAMP)  ## run the tests
 exhaustive: $(STAMP)  ## run all tests, with every case of the laws that `make test` samples
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'exhaustive or not exhaustive'
 
-lint: $(STAMP)  ## ruff, mypy --strict, import contract
+lint: $(STAMP)  ## ruff, mypy --strict, import contract, words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/words.py
 
 types: $(STAMP)  ## pyright, as in editors: the package is clean, and what mypy refuses in typings/ is refused (installs node)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[types]'

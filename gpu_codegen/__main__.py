@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(_with_versions(data), indent=1) + "\n", encoding="utf-8")
     if given.page is not None:
-        write_into(given.page, table(data))
+        write_into(given.page, table([one for one in data if one["optimizer"] == "adamw"]))
     wrong = [f"{one.name}: {said}" for one in held for said in one.broken]
     wrong += [
         f"{one.name}: all laws hold, and exceptions.py says that it {EXCEPTIONS[one.optimizer]}."

@@ -1,6 +1,6 @@
 """The ``everybit`` command. Needs the extra ``cli`` (``pip install 'everybit[cli]'``); ``import everybit_torch`` does not load it.
 
-``command_line`` parses and dispatches, each subcommand is a package, and ``errors`` is what they and the dispatcher have in common.
+``command_line`` parses and dispatches, each subcommand is a package, and ``errors`` has the exit codes and the error of an option.
 """
 
 from everybit_cli.command_line import main

@@ -30,10 +30,10 @@ _NEEDED = ("tyro", "rich", "matplotlib", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand, whose modules are imported when it is given.
+    """A subcommand. Its modules are imported when it is given.
 
     Args:
-        summary: What it does.
+        summary: A description in one sentence.
         at: The module and name of its options, a dataclass: the docstrings of the fields are the help.
         by: The module and name of the function that takes the options, the console to write to, and the command line for the record. It
             raises OptionError.
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``everybit`` with ``arguments``, by default those of the process; without any it prints its help.
 
     Returns:
-        The exit code: 0; 1 if nothing fits, precision is lost, or memory ran out; 2 for a bad option; 130 after Ctrl-C.
+        The exit code: 0; 1 if no plan fits, precision is lost, or memory ran out; 2 for a bad option; 130 after Ctrl-C.
 
     Raises:
         SystemExit: After ``--help``, or where the command line cannot be parsed (code 2).
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Output, Command]:
-    """Parse a command line, and do nothing yet.
+    """Parse a command line without running the command.
 
     Returns:
         The options, and the command that takes them.
@@ -149,10 +149,10 @@ def parse(arguments: Sequence[str]) -> tuple[Output, Command]:
 
 
 def _print_help() -> NoReturn:
-    """Print the list of commands, which needs none of their modules, and end.
+    """Print the list of commands, without importing their modules, and end.
 
     Raises:
-        SystemExit: With code 0.
+        SystemExit: The process ends with code 0.
     """
     indent = " " * (max(map(len, COMMANDS)) + 4)
     lines = [
@@ -216,7 +216,7 @@ def _columns() -> int:
 
 
 def _console(options: Output) -> Console:
-    """Where tables and progress go: standard output belongs to the results if they are asked for as JSON."""
+    """The console of tables and progress. Standard output is for the results if they are printed as JSON."""
     from rich.console import Console
 
     return Console(stderr=options.json, quiet=options.quiet)

@@ -23,10 +23,10 @@ class OptionError(ValueError):
 
     @classmethod
     def saying(cls, error: Exception, where: str = "") -> OptionError:
-        """Return one with the message of an error that says all of this itself, in one line.
+        """Return an OptionError with the message of another error, in one line.
 
         Args:
-            error: Says what it got and what is accepted.
+            error: An error with a message that has the value and the accepted values.
             where: The option and its value, if the message does not have them.
         """
         made = cls("", "", "")

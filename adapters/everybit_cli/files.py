@@ -56,8 +56,8 @@ def keep_results(folder: Path, name: str, data: dict[str, Any], draw: Callable[[
 
     Args:
         folder: Is there.
-        name: Of the files, without their endings.
-        data: Of the results.
+        name: The names of the files, without their endings.
+        data: The results.
         draw: Draws the picture at a path.
         console: Where to say it.
     """

@@ -1,4 +1,4 @@
-"""The machine that a command works on: what it is, its devices, and how long something takes there."""
+"""The machine that a command works on: its versions and processor, its devices, and timing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parsed_device(name: str) -> torch.device:
     """The device of ``--device``.
 
     Raises:
-        OptionError: torch finds none of that name here.
+        OptionError: torch finds no device of that name.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
@@ -77,7 +77,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``call`` takes, with what it started on the device."""
+    """Seconds that ``call`` takes, including the work that it started on the device."""
     wait_for(device)
     start = time.perf_counter()
     call()
@@ -86,6 +86,6 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -37,7 +37,7 @@ class Chosen:
 
     @property
     def name(self) -> str:
-        """Of the optimizer, without hyperparameters."""
+        """The optimizer's name, without hyperparameters."""
         return self.entry.name
 
     @property
@@ -48,12 +48,12 @@ class Chosen:
 
     @property
     def shown(self) -> str:
-        """As it is typed."""
+        """The optimizer as it is typed."""
         return ",".join([self.entry.name, *(f"{name}={_typed(value)}" for name, value in self.given.items())])
 
     @property
     def code(self) -> str:
-        """As it is written in Python, in the core."""
+        """The optimizer as it is written in Python, in the core."""
         return (
             f"eb.{self.entry.name}({', '.join([*(f'{name}={value!r}' for name, value in self.given.items()), '...'])})"
         )
@@ -82,7 +82,7 @@ class Chosen:
         return {**about, "hyperparameters": {name: getattr(value, "__name__", value) for name, value in values.items()}}
 
     def transform(self) -> eb.Transform[Any]:
-        """Return it as a transform, with its default learning rate if none was given."""
+        """Return a transform, with the optimizer's default learning rate unless another was given."""
         return self.entry.function(**self.given)
 
     def create(self, params: Params, **settings: Any) -> TorchOptimizer:
@@ -98,7 +98,7 @@ class Chosen:
         """Return it with further hyperparameters, by the names of the core.
 
         Raises:
-            OptionError: It does not have one of them, or refuses a value.
+            OptionError: The optimizer does not have a hyperparameter, or refuses its value.
         """
         return _made(self.entry, {**self.given, **values}, option)
 
@@ -108,7 +108,7 @@ def named_optimizer(text: str, option: str = "--optimizer") -> Chosen:
 
     Args:
         text: A name of ``everybit.optimizers()``; after it, divided by commas, hyperparameters by the names of its function.
-        option: As it is typed.
+        option: The option as it is typed.
 
     Raises:
         OptionError: There is no such optimizer or hyperparameter, or it refuses a value.
@@ -221,7 +221,7 @@ def _accepted(argument: Argument) -> list[str]:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The names among what a hyperparameter may be."""
+    """The names among the accepted values of a hyperparameter."""
     kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation)
     return [str(name) for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
 

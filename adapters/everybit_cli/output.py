@@ -33,8 +33,8 @@ class Results:
     """The results of a command.
 
     Args:
-        data: For ``--json``.
-        exit_code: What the shell is told.
+        data: The results as data, for ``--json``.
+        exit_code: The exit code of the process.
     """
 
     data: dict[str, Any]

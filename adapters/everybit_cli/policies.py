@@ -19,8 +19,8 @@ def named_policy(name: str, option: str = "--policies", *, autocast: bool = Fals
 
     Args:
         name: A preset, or a file that describes a policy.
-        option: As it is typed.
-        autocast: Accept :data:`AUTOCAST`, too, which is a way to run a model and no policy: FP32 is what it stores.
+        option: The option as it is typed.
+        autocast: Accept :data:`AUTOCAST`, too. It is a way to run a model, stored as FP32, and no policy.
 
     Raises:
         OptionError: Neither a preset nor a file that describes a policy.

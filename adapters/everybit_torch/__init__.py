@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from everybit_torch.sharded.reports import NonFinite, StepReport
     from everybit_torch.sharded.stepper import FlatStepper
 
-# Imported when they are asked for: torch.distributed takes a while.
+# Imported on first use: torch.distributed takes a while.
 _LATE = {
     "ExactReduceScatter": "fsdp2.exact_reduce_scatter",
     "FlatStepper": "sharded.stepper",

@@ -2,7 +2,7 @@
 
 Autocast would compute products of an optimizer in 16 bits, a default device or dtype would decide where and how wide the few tensors are
 that a step makes for itself, and memory that is made in inference mode is unusable outside of it. All of these are settings of the model's
-code around the call. Deterministic algorithms are left as they are set: they do not change what a step computes.
+code around the call. Deterministic algorithms are left as they are set: they do not change the results of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXACT = ("none", "ieee")
 def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function under torch's defaults.
 
-    These are: no autocast, no inference mode, float32, the CPU, and float32 products whose factors are not rounded.
+    The defaults are: no autocast, no inference mode, float32, the CPU, and float32 products of factors that are not rounded.
     """
 
     @functools.wraps(function)
@@ -43,7 +43,7 @@ def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _changes() -> list[AbstractContextManager[Any]]:
-    """What has to be changed for the defaults: usually nothing, which takes five microseconds to find out."""
+    """The changes that restore the defaults: usually an empty list, after five microseconds."""
     found: list[AbstractContextManager[Any]] = []
     if torch.is_inference_mode_enabled():
         found.append(torch.inference_mode(False))

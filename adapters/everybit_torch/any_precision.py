@@ -33,9 +33,9 @@ class AnyPrecisionAdamW(TorchOptimizer):
         eps: Added outside the root.
         weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
         use_kahan_summation: Keep the residuals of the weights; for bfloat16 and float16 models.
-        momentum_dtype: Of the first moment.
-        variance_dtype: Of the second moment.
-        compensation_buffer_dtype: Of the residuals.
+        momentum_dtype: Dtype of the first moment.
+        variance_dtype: Dtype of the second moment.
+        compensation_buffer_dtype: Dtype of the residuals.
         variance_rounding: ``"stochastic"`` makes a bfloat16 second moment work.
         compile: Compile the step.
         metrics: Measure each step.
@@ -46,7 +46,7 @@ class AnyPrecisionAdamW(TorchOptimizer):
 
     Raises:
         TypeError: A dtype that is no floating-point format.
-        ValueError: A hyperparameter out of range; Kahan summation for a float32 model, which has nothing to compensate.
+        ValueError: A hyperparameter out of range; Kahan summation for a float32 model, which needs no compensation.
     """
 
     _warned: ClassVar[bool] = False

@@ -18,7 +18,7 @@ from everybit_torch.hyperparameter_names import ARGUMENTS, core_names, torch_arg
 
 
 class ImplementationArguments(TypedDict, total=False):
-    """Arguments of torch's optimizers that choose among its implementations; accepted at the values that choose none."""
+    """Arguments of torch's optimizers that choose among its implementations; accepted at the values that choose no implementation."""
 
     foreach: bool | None
     fused: bool | None
@@ -27,14 +27,14 @@ class ImplementationArguments(TypedDict, total=False):
 
 
 class TorchArguments(ImplementationArguments, total=False):
-    """The same, and one that torch's Adam and AdamW have in common, and which tells them apart."""
+    """The same, and an argument that torch's Adam and AdamW have in common, and that tells them apart."""
 
     decoupled_weight_decay: bool
 
 
 _NO_CHOICE = (None, False)
 
-# Argument -> values that change nothing here, and what to use in the place of others.
+# Argument -> values without effect here, and the replacement for other values.
 _TORCH_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "foreach": (_NO_CHOICE, "short parameters of a group are stepped at once, and compile=True makes a step one loop"),
     "fused": (_NO_CHOICE, "compile=True makes the step one loop"),
@@ -48,7 +48,7 @@ _TORCH_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def require_factory(factory: object) -> None:
-    """Refuse what is no function from hyperparameters to a transform.
+    """Refuse a value that is no function from hyperparameters to a transform.
 
     Raises:
         TypeError: The message says what to write.
@@ -74,7 +74,7 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
     Args:
         kind: The optimizer's name, for messages.
         factory: Which has to take them.
-        given: By name.
+        given: The arguments by name.
         decoupled: Whether the optimizer's weight decay is decoupled, where torch has an argument for that; else None.
 
     Raises:
@@ -102,7 +102,7 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
 
 
 def is_frozen(value: object) -> bool:
-    """Whether a hyperparameter can only be replaced, or is a tensor, whose number is read at each step."""
+    """Whether a hyperparameter can only be replaced, or is a tensor. A step reads a tensor's number anew."""
     return type(value) in (float, int, bool, str, type(None), FunctionType) or (
         all(map(is_frozen, value)) if type(value) is tuple else isinstance(value, Tensor)
     )
@@ -124,7 +124,7 @@ def differ(new: object, old: object) -> bool:
 def require_known_options(
     kind: str, names: Mapping[str, tuple[str, ...]], group: Mapping[str, Any], decoupled: bool | None
 ) -> None:
-    """Refuse entries of a param group that look like hyperparameters and are none of this optimizer's; other keys are the user's.
+    """Refuse entries of a param group that look like hyperparameters but are not this optimizer's; other keys are the user's.
 
     ``names`` are the optimizer's hyperparameters, with the factory's arguments that they stand for.
 
@@ -152,10 +152,10 @@ def require_own_name(kind: str, name: str, given: Mapping[str, Any], own: Collec
 
 
 def _is_torchs(kind: str, name: str, value: Any, decoupled: bool | None) -> bool:
-    """Whether an argument is one of torch's that may be left out.
+    """Whether an argument of torch's may be left out.
 
     Raises:
-        ValueError: It asks for something.
+        ValueError: Its value requests something.
     """
     if name == "decoupled_weight_decay" and decoupled is not None:
         neutral: tuple[Any, ...] = (decoupled,)
@@ -197,12 +197,12 @@ def as_python(name: str, value: Any) -> Any:
 
 
 def by_given_name(message: str, names: Mapping[str, tuple[str, ...]], arguments: Mapping[str, Any]) -> str:
-    """A transform's complaint about one of its fields, under the name of the argument that the user gave.
+    """A transform's complaint about a field, under the name of the argument that the user gave.
 
     ``names`` are those of the user, with the factory's arguments that they stand for; ``arguments`` are the factory's.
 
-    A field is called as it is in the transform, ``decay`` in the momentum of SGD. It is the user's argument of that name, or the one whose
-    value the message quotes.
+    A field has its name in the transform, such as ``decay`` in the momentum of SGD. It is the user's argument of that name, or that with
+    the value the message quotes.
     """
     match = re.match(r"(\w+): got (.*)", message, re.DOTALL)
     if match is None:
@@ -221,7 +221,7 @@ def by_given_name(message: str, names: Mapping[str, tuple[str, ...]], arguments:
 
 
 def _spelled(names: Mapping[str, tuple[str, ...]], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(what the user wrote, the factory's argument, its value) for each hyperparameter."""
+    """(the user's name, the factory's argument, its value) for each hyperparameter."""
     for name, targets in names.items():
         for index, target in enumerate(targets):
             yield name if len(targets) == 1 else f"{name}[{index}]", target, arguments.get(target)

@@ -1,7 +1,7 @@
 """Evaluate masks and labels for parameters, and specialize transforms and policies to the results.
 
 A mask, the labels of a partition and those of ``by_label`` are functions of (path, parameter), or trees. They are evaluated once, on
-whole parameters, when parameters are placed, so that what they see does not depend on the layout: a step that works on a buffer, or on one
+whole parameters, when parameters get their state, so that the results do not depend on the layout. A step that works on a buffer, or on one
 parameter, does not know the names.
 """
 
@@ -73,16 +73,16 @@ def require_labels_used(
     tree: Tree,
     others: Sequence[tuple[Any, Tree]] = (),
 ) -> None:
-    """Refuse a partition of which a label that is not optional is no parameter's, and a mask that selects none, as their ``init`` does.
+    """Refuse a partition with a label that no parameter has, unless it is optional, and a mask that selects no parameter.
 
     Args:
-        transform: Whose partitions and masks these are; those inside others are asked of some parameters only, and are let alone.
+        transform: A transform. Its partitions and masks inside of others see some parameters only, and are accepted.
         decisions: What its masks and labels said of parameters.
-        tree: All parameters, also those of which nothing was said.
+        tree: All parameters, also those without a decision.
         others: Other transforms of the same factory, with all their parameters.
 
     Raises:
-        ValueError: The message has the labels that nothing has, or the parameters of which none is selected.
+        ValueError: The message has the labels without parameters, or the parameters of a mask that selects no parameter.
     """
     found = [node for node in transforms_in(transform) if isinstance(node, (Masked, Partition))]
     inside = {id(one) for node in found for one in transforms_in(node) if one is not node}
@@ -107,7 +107,7 @@ def require_labels_used(
 
 
 def tree_of(values: Mapping[str, Any]) -> Tree:
-    """The parameters of a param group as a tree: ``['weight']`` is the path of a named one, ``[0]`` that of one without a name."""
+    """The parameters of a param group as a tree. A parameter's path is ``['weight']`` if it has a name, and ``[0]`` if not."""
     params = values["params"]
     return OrderedDict(zip(values.get("param_names") or range(len(params)), params, strict=True))
 
@@ -136,7 +136,7 @@ class Decision:
 
     Attributes:
         choices: The result of each mask and each partition.
-        label: The result of the policy's labels; None if it has none.
+        label: The result of the policy's labels; None if it has no labels.
     """
 
     choices: tuple[Any, ...]
@@ -146,7 +146,7 @@ class Decision:
         """The optimizer of these parameters.
 
         Raises:
-            ValueError: It has other masks than the one that was asked.
+            ValueError: The transform has other masks than the evaluated transform.
         """
         transform, policy = optimizer.transform, optimizer.policy
         if len(choices(transform)) != len(self.choices):
@@ -159,7 +159,7 @@ class Decision:
 
 
 def decide(optimizer: eb.Optimizer[Any], tree: Tree, parameters: Sequence[Tensor]) -> list[Decision | None]:
-    """Evaluate the masks and labels of ``optimizer`` for each of ``parameters``, some of ``tree``; None if it has none.
+    """Evaluate the masks and labels of ``optimizer`` for each of ``parameters``, some of ``tree``; None without masks and labels.
 
     Raises:
         ValueError: A tree of masks or labels that does not fit the parameters'.
@@ -175,7 +175,7 @@ def decide(optimizer: eb.Optimizer[Any], tree: Tree, parameters: Sequence[Tensor
 
 
 def applied(optimizer: eb.Optimizer[Any], decision: Decision | None) -> eb.Optimizer[Any]:
-    """``optimizer`` as its masks and labels came out; itself, if it has none."""
+    """Return ``optimizer`` specialized to a decision; the same optimizer without a decision."""
     return optimizer if decision is None else decision.applied(optimizer)
 
 

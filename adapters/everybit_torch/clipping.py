@@ -1,4 +1,4 @@
-"""Notice calls of ``torch.nn.utils.clip_grad_norm_`` on parameters whose gradients are elsewhere: it returns 0 and clips nothing."""
+"""Notice ``torch.nn.utils.clip_grad_norm_`` on parameters with gradients elsewhere: it returns 0 and clips no gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _advice: MutableMapping[Tensor, Callable[[], str | None]] = (
 
 
 def advise(parameters: Iterable[Tensor], owner: Owner, advice: Callable[[Owner], str | None]) -> None:
-    """Let calls of torch's function on these parameters warn once, if none of them has a gradient.
+    """Let calls of torch's function on these parameters warn once, if no parameter has a gradient.
 
     Args:
         parameters: Their gradients are elsewhere.

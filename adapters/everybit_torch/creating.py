@@ -90,7 +90,7 @@ def create(
         metrics: See there.
         seed: See there.
         unsafe: See there.
-        options: Other hyperparameters, by torch's names: ``betas``, ``eps``, ``weight_decay``. What is not given has the default of the
+        options: Other hyperparameters, by torch's names: ``betas``, ``eps``, ``weight_decay``. Others have the default of the
             function of this name in ``everybit``.
 
     Raises:
@@ -131,7 +131,7 @@ def create(
 
 
 def for_model(params: Params, factory: Factory, model: nn.Module | None) -> tuple[Params, Factory]:
-    """Parameters or param groups with a model's names for them, and a factory whose transforms know the model's embeddings."""
+    """Return parameters with the model's names for them, and a factory of transforms that know the model's embeddings."""
     if model is None:
         return params, factory
     return named_by(params, model), FactoryForModel(factory, embeddings_of(model))

@@ -31,7 +31,7 @@ class Options(ImplementationArguments, total=False):
         compile: Whether to compile the step; ``"auto"`` by default.
         metrics: Whether to measure each step.
         seed: The seed of stochastic rounding.
-        unsafe: What is done with a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
+        unsafe: The handling of a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
     """
 
     policy: PolicyOrName | None
@@ -76,7 +76,7 @@ class DropIn(TorchOptimizer):
         :meth:`load_torch_state_dict`, which does this for a state dict, returns what that rounds away.
 
         Args:
-            optimizer: An optimizer of torch's class itself, not of a subclass, whose ``step`` might do something else.
+            optimizer: An optimizer of torch's class itself. A subclass may have another ``step``.
             policy: See :class:`~everybit_torch.AdamW`, as for all that follow. A group with an entry ``policy`` has that.
             compile: See there.
             metrics: See there.
@@ -85,7 +85,7 @@ class DropIn(TorchOptimizer):
 
         Raises:
             TypeError: An optimizer of another class.
-            ValueError: Something that cannot be taken over, which the message names: hooks, or ``differentiable``; or what the
+            ValueError: An attribute that cannot be taken over, named in the message: hooks, or ``differentiable``; or a value that the
                 constructor refuses. The old optimizer is not changed.
 
         Examples:
@@ -138,12 +138,12 @@ class DropIn(TorchOptimizer):
         )
 
 
-# Options of torch's that change what a step does, and not only how.
+# Options of torch's that change the result of a step, and not only its implementation.
 _OF_THE_STEP = ("decoupled_weight_decay", "differentiable")
 
 
 def _without(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of a param group but those options; tensors are copies, so that nobody fills them for two optimizers."""
+    """Entries of a param group without those options. Tensors are copied, so that two optimizers do not share one."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in values.items()

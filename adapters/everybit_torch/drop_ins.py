@@ -36,8 +36,8 @@ class AdamW(DropIn):
         options: See :class:`Options`. The other arguments of :func:`everybit.adamw` are taken, too.
 
     Raises:
-        TypeError: A parameter that is not a real floating-point tensor; an argument that there is not, with the one that is meant.
-        ValueError: A hyperparameter out of range, a policy that cannot work, or an argument of torch's that asks for another
+        TypeError: A parameter that is not a real floating-point tensor; an unknown argument, with the nearest known argument.
+        ValueError: A hyperparameter out of range, a policy that cannot work, or an argument of torch's that selects another
             implementation.
 
     Examples:
@@ -185,8 +185,8 @@ class SGD(_WithOptionalMomentum):
     Args:
         params: Parameters, or param groups.
         lr: Learning rate, at least zero.
-        momentum: Decay of the momentum; 0 keeps none.
-        dampening: As torch's: not applied to the first gradient.
+        momentum: Decay of the momentum; 0: no momentum.
+        dampening: Torch's dampening: not applied to the first gradient.
         weight_decay: L2 penalty.
         nesterov: Look ahead; needs momentum, and zero dampening.
         maximize: Ascend instead.
@@ -225,7 +225,7 @@ class RMSprop(_WithOptionalMomentum):
         alpha: Decay rate of the running square, in [0, 1).
         eps: Added outside the root.
         weight_decay: L2 penalty.
-        momentum: Decay of the momentum; 0 keeps none.
+        momentum: Decay of the momentum; 0: no momentum.
         centered: Divide by the root of the variance instead of the square.
         maximize: Ascend instead.
         options: See :class:`Options`.

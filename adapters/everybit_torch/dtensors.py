@@ -1,7 +1,7 @@
 """Parameters that FSDP2 shards: the optimizer works on their local parts as plain tensors, and speaks of them as DTensors outside.
 
 Operations on a DTensor are dispatched in Python, several times for each; a step over a model's parameters would spend most of its time
-there. So a step looks at what is inside, and only states that are shown, saved or loaded are wrapped again.
+there. So a step works on local tensors, and only states that are shown, saved or loaded are wrapped again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class RowShards:
     Attributes:
         mesh: The mesh.
         shards: The dimension of the mesh along which ranks have other rows.
-        copies: The one along which ranks have the same rows; None: there is none.
+        copies: The dimension of ranks with the same rows; None: there is no such dimension.
     """
 
     mesh: DeviceMesh
@@ -178,7 +178,7 @@ class Over(NamedTuple):
 
     Attributes:
         axis: The processes that have parts.
-        counts: Whether this process is the one that contributes a parameter's elements, of those that hold the same.
+        counts: Whether this process, among those that hold the same elements, contributes them.
     """
 
     axis: GroupAxis
@@ -186,7 +186,7 @@ class Over(NamedTuple):
 
 
 def is_counted(parameter: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether this rank is the one that counts its part of a parameter, of those that hold the same. A plain tensor is held by all."""
+    """Whether this rank, among those with the same part of a parameter, counts it. All ranks hold a plain tensor."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     shards = (
@@ -201,7 +201,7 @@ def axis_of(mesh: DeviceMesh) -> GroupAxis:
 
 
 def mesh_of(parameters: Sequence[Tensor]) -> DeviceMesh | None:
-    """The mesh of the DTensors among some parameters; None if there are none.
+    """The mesh of the DTensors among some parameters; None without DTensors.
 
     Raises:
         ValueError: Several meshes, or values that are still to be summed (``Partial``).

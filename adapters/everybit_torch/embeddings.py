@@ -41,7 +41,7 @@ def embeddings_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def with_embeddings(transform: eb.Transform[Any], names: Collection[str]) -> eb.Transform[Any]:
-    """Return a transform whose masks and labels know the embeddings of a model by ``names``."""
+    """Return a transform with masks and labels that know the embeddings of a model by ``names``."""
     looks = [node for node in transforms_in(transform) if isinstance(_choice(node), LooksForEmbeddings)]
 
     def known(node: Any) -> Any:
@@ -58,7 +58,7 @@ def _choice(node: Any) -> Any:
 
 
 def policy_with_embeddings(policy: P, names: Collection[str]) -> P:
-    """Return a policy whose labels know the embeddings of a model by ``names``."""
+    """Return a policy with labels that know the embeddings of a model by ``names``."""
     if isinstance(policy, ByLabel) and isinstance(policy.labels, LooksForEmbeddings):
         return replace(policy, labels=policy.labels.with_embeddings(names))
     return policy
@@ -66,11 +66,11 @@ def policy_with_embeddings(policy: P, names: Collection[str]) -> P:
 
 @dataclass(frozen=True, slots=True)
 class FactoryForModel:
-    """A factory whose transforms know the embeddings of a model.
+    """A factory of transforms that know the embeddings of a model.
 
     Attributes:
-        factory: From hyperparameters to a transform.
-        names: Of the embeddings.
+        factory: A function from hyperparameters to a transform.
+        names: The names of the embeddings.
     """
 
     factory: Factory
@@ -78,7 +78,7 @@ class FactoryForModel:
 
     @property
     def __wrapped__(self) -> Factory:
-        """The factory, whose signature this one has."""
+        """The wrapped factory, with the signature of this object."""
         return self.factory
 
     @property
@@ -95,7 +95,7 @@ def require_names(optimizers: Iterable[eb.Optimizer[Any]], tree: Tree) -> None:
     """Refuse parameters without names where masks or labels would find embeddings by name; other masks and labels are not called.
 
     Args:
-        optimizers: Of a param group.
+        optimizers: The optimizers of a param group.
         tree: Its parameters.
 
     Raises:

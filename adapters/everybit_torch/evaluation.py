@@ -22,13 +22,13 @@ class HasEvaluationWeights(Protocol):
 def evaluation_weights(optimizer: TorchOptimizer | HasEvaluationWeights) -> Iterator[None]:
     """Give the model the weights for evaluation inside; after it the model has the bits that it had before.
 
-    These are what the transform says (:meth:`everybit.Optimizer.eval_params`): the average of :func:`everybit.average_weights`, or whatever
-    else it evaluates; the weights that are trained, if it says nothing. They are rounded to the model's dtype. What the model saves inside
-    are these weights. Memory for another copy of the model's weights is taken, and for them in float32 while they are computed; of a
+    The transform defines them (:meth:`everybit.Optimizer.eval_params`), such as the average of :func:`everybit.average_weights`. Without
+    a definition they are the trained weights. They are rounded to the model's dtype. A checkpoint of the model that is saved inside
+    holds these weights. Memory for another copy of the model's weights is taken, and for them in float32 while they are computed; of a
     stepper, for this rank's part of them, and every rank has to be here.
 
     Args:
-        optimizer: Of everybit, or a ``FlatStepper``.
+        optimizer: An optimizer of everybit, or a ``FlatStepper``.
 
     Raises:
         TypeError: Another optimizer.

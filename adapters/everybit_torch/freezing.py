@@ -8,18 +8,18 @@ from torch import nn
 
 
 def freeze(model: nn.Module, *patterns: str) -> list[str]:
-    """Freeze parameters between two steps: they need no gradient any more, and lose the one that they have.
+    """Freeze parameters between two steps: they need no gradient any more, and lose their present gradient.
 
     An optimizer leaves a parameter alone that has no gradient: it keeps its bits, is not decayed, and keeps its state and its count of
-    steps, for :func:`unfreeze`. ``requires_grad_(False)`` alone does not take a gradient away: one that is left over, even of zeros, still
-    moves the parameter, by momentum and weight decay, and counts in clipping.
+    steps, for :func:`unfreeze`. ``requires_grad_(False)`` alone does not take a gradient away: a gradient that is left over, even of
+    zeros, still moves the parameter, by momentum and weight decay, and counts in clipping.
 
     This is so for optimizers of everybit and of torch, and for a :class:`~everybit_torch.FlatStepper`, if the parameters were trained when
     it was made; ``step()`` names them in ``report.untouched``. Call it on every rank, after a step and before the next backward pass.
 
     Args:
-        model: Whose parameters.
-        *patterns: Names, as of :mod:`fnmatch`: ``"body.*"``, ``"*.bias"``; none: all parameters.
+        model: The parameters' model.
+        *patterns: Patterns of names, as in :mod:`fnmatch`: ``"body.*"``, ``"*.bias"``. Without patterns: all parameters.
 
     Returns:
         The names of the parameters.
@@ -44,7 +44,7 @@ def freeze(model: nn.Module, *patterns: str) -> list[str]:
 
 
 def unfreeze(model: nn.Module, *patterns: str) -> list[str]:
-    """Train parameters again: they need gradients from the next forward pass on. Their state is what it was; see :func:`freeze`."""
+    """Train parameters again: they need gradients from the next forward pass on. Their state is unchanged; see :func:`freeze`."""
     chosen = _named(model, patterns)
     for parameter in chosen.values():
         parameter.requires_grad_(True)

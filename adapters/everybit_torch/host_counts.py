@@ -18,9 +18,9 @@ Due = tuple[tuple[int, bool], ...]
 class HostCount:
     """A host-side copy of a count on the device, which is valid as long as no other code writes to the tensor.
 
-    Whoever counts a step notes it here as well. A tensor that something else wrote to (a loader, an import, code of the user's) has another
+    Code that counts a step notes it here as well. A tensor that other code wrote to (a loader, an import, code of the user's) has another
     version than was noted, and is read again. A step that is captured in a CUDA graph, or in code that a user compiles, is repeated
-    without this one's knowledge, so that such a count is never known again.
+    without notice here, so that such a count is never known again.
     """
 
     __slots__ = ("_at", "_captured", "_tensor", "_value")
@@ -31,13 +31,13 @@ class HostCount:
         self._captured = False
 
     def known(self, count: Tensor) -> int | None:
-        """The value of a count; None if the device has to be asked."""
+        """The value of a count; None if only the device knows it."""
         if self._captured or self._tensor is None or self._tensor() is not count or self._at != version(count):
             return None
         return self._value
 
     def note(self, count: Tensor, value: int | None) -> None:
-        """The count has this value now; None: nobody knows."""
+        """Note the count's value; None: it is unknown."""
         if value is None or self._captured:
             self._tensor = None
             return
@@ -57,5 +57,5 @@ class HostCount:
         return value
 
     def __reduce__(self) -> Any:
-        # A copy's tensor is another, whose versions are counted anew.
+        # A copy has another tensor, with versions counted anew.
         return HostCount, ()

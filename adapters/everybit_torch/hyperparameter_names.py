@@ -1,6 +1,6 @@
 """The names of hyperparameters in ``torch.optim`` and in the core: one table for every front end.
 
-torch's name stands for the core's only where nothing has torch's name itself: an argument ``lr`` or ``alpha`` of a user's factory, or a
+torch's name stands for the core's only where no argument has torch's name itself: an argument ``lr`` or ``alpha`` of a user's factory, or a
 field ``alpha`` of a user's transform, keeps its own meaning.
 """
 

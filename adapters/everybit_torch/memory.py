@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sharing(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Pairs of tensors (by number, each tensor in one pair at least if it shares) some of whose bytes may be the same.
+    """Pairs of tensors (by number, each tensor in one pair at least if it shares) that may share bytes.
 
     The range from a tensor's first byte to its last is what counts: two tensors that are interleaved without sharing an element count as
     sharing.
@@ -45,7 +45,7 @@ def has_repeated_elements(tensor: Tensor) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's storage holds what its shape says; reading one whose storage was freed (``resize_(0)``) ends the process."""
+    """Whether a tensor's storage has its elements; reading a storage that was freed (``resize_(0)``) ends the process."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.layout is not torch.strided:
         return True
     if tensor.device.type == "meta" or not tensor.numel():

@@ -96,7 +96,7 @@ class Adagrad(DropIn):
         lr: Learning rate, at least zero.
         lr_decay: The learning rate of step t is ``lr / (1 + (t - 1) * lr_decay)``.
         weight_decay: L2 penalty.
-        initial_accumulator_value: What the sum of squares begins at, at least zero.
+        initial_accumulator_value: The initial sum of squares, at least zero.
         eps: Added outside the root.
         maximize: Ascend instead.
         options: See :class:`Options`.
@@ -338,7 +338,7 @@ class Muon(DropIn):
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, all of whose parameters are matrices."""
+        """Add a param group. All of its parameters have to be matrices."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[number]["params"]):

@@ -17,7 +17,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def warn_of_no_gradient(optimizer: str) -> None:
-    """Warn that an optimizer's parameters, which had gradients before, have none any more."""
+    """Warn that an optimizer's parameters have no gradients any more."""
     warn(
         f"{optimizer}.step(): no parameter has a gradient any more, and nothing was stepped. Parameters that a model was given since"
         " (load_state_dict(assign=True), or assigning a new Parameter) are not the optimizer's."

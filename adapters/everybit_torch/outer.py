@@ -34,20 +34,20 @@ class OuterOptimizer:
 
     ``step()`` is called after each step of the inner optimizer. At every ``every``-th the weights' differences to where they began are
     averaged over the group, an outer optimizer steps by them, and training goes on from there; the inner optimizer keeps its state.
-    Nothing is sent in between, so that ranks use neither DDP nor a stepper over this group.
+    There are no messages in between, so that ranks use neither DDP nor a stepper over this group.
 
     The weights where ranks began are kept in float32, beside the outer optimizer's state: 8 bytes a parameter with momentum. A rank sends
-    what an all-reduce of 4 bytes a parameter sends, once in ``every`` steps (:attr:`bytes_reduced`): DDP reduces its gradients at
+    an all-reduce of 4 bytes a parameter once in ``every`` steps (:attr:`bytes_reduced`): DDP reduces its gradients at
     each. With an optimizer of everybit the weights are those of full precision, residuals included, in both directions.
 
     Each replica may be sharded over ranks of its own, by a ``FlatStepper`` over one dimension of a mesh. The group is the ranks of the
     other dimension, which have the same shards; a rank averages, steps and keeps its own, in the host's memory. The model has to be float32
-    then, for what is exchanged are the model's tensors.
+    then, since the model's tensors are exchanged.
 
     Args:
-        optimizer: Of everybit or of torch, of whole parameters, or a ``FlatStepper``; the same weights on all ranks of the group.
+        optimizer: An optimizer of everybit or of torch over whole parameters, or a ``FlatStepper``. All ranks begin with the same weights.
         transform: The outer optimizer; None: SGD with Nesterov momentum, 0.7 and 0.9, as in the paper.
-        every: Inner steps between two outer ones, at least 1; the paper has 500.
+        every: Inner steps between two outer steps, at least 1; the paper has 500.
         group: The ranks; None: all. Without a process group one process is all ranks, and this is Lookahead with momentum.
         policy: How the outer optimizer's state is stored.
 
@@ -108,14 +108,14 @@ class OuterOptimizer:
 
     @property
     def bytes_reduced(self) -> int:
-        """Bytes that one outer step reduces; a ring of n ranks sends 2 (n - 1) / n times as many from each."""
+        """Return the bytes that an outer step reduces; in a ring of n ranks each rank sends 2 (n - 1) / n times as many."""
         return sum(one.nbytes for one in self.start)
 
     def step(self) -> bool:
         """Count an inner step; at every ``every``-th make an outer one, and return True. Every rank of the group has to be here.
 
         Raises:
-            ValueError: At the first call: the ranks began with different weights.
+            ValueError: The ranks began with different weights; raised at the first call.
         """
         self._require_same_start()
         self.count += 1
@@ -134,14 +134,14 @@ class OuterOptimizer:
         self._write(self.start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run goes on from, beside the inner optimizer's: tensors that are not copied, and a count."""
+        """Return the state beside the inner optimizer's: tensors that are not copied, and a count."""
         return {"count": self.count, "start": list(self.start), "state": eb.state_dict(self.state)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave. The weights are loaded with the model and its optimizer, before this is made or after.
 
         Raises:
-            ValueError: Names, shapes or dtypes differ; nothing is changed then.
+            ValueError: Names, shapes or dtypes differ; the state is then unchanged.
         """
         start: Sequence[Tensor] = state_dict["start"]
         eb.tree.require_same_structure(list(start), self.start, name="start", reference_name="the weights")

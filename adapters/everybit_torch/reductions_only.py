@@ -13,7 +13,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class ReductionsOnly:
-    """Takes part in the reductions of a transform that other parameters have, contributes no elements, and changes nothing.
+    """Takes part in the reductions of a transform of other parameters, without elements and without an effect.
 
     A reduction goes over all parameters, so that all of them have to take part in it, in the same order.
     """
@@ -22,22 +22,22 @@ class ReductionsOnly:
 
     @property
     def cut(self) -> eb.Cut:
-        """It may be cut anywhere, since it does nothing to elements."""
+        """It may be cut anywhere, since it does not change elements."""
         return "element"
 
     @property
     def reduces(self) -> bool:
-        """Whether the transform asks for reductions."""
+        """Whether the transform makes requests."""
         return self.transform.reduces
 
     @property
     def draws(self) -> bool:
-        """Whether the transform draws random bits, for which elements that are not contributed ask too."""
+        """Whether the transform draws random bits. Elements that are not contributed draw them as well."""
         return any_draws([self.transform])
 
     @property
     def per_tensor(self) -> bool:
-        """Whether the transform asks for reductions over each parameter."""
+        """Whether the transform requests numbers of each parameter."""
         return any_per_tensor([self.transform])
 
     def init(self, params: P) -> Any:

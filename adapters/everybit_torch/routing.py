@@ -13,11 +13,11 @@ from everybit_torch.optim import TorchOptimizer
 
 @runtime_checkable
 class Labelled(Protocol):
-    """What a :class:`everybit_torch.FlatStepper` has: the transform and policy of each label, and which parameters are of it."""
+    """The labels of a :class:`everybit_torch.FlatStepper`: the transform, policy and parameters of each."""
 
     @property
     def labelled(self) -> Any:
-        """By label, what its parameters are stepped with."""
+        """The transform of each label's parameters."""
         ...
 
     @property
@@ -30,9 +30,9 @@ class Routed(NamedTuple):
     """A parameter that is stepped.
 
     Attributes:
-        label: Of its transform and policy.
+        label: The label of its transform and policy.
         shape: Its own.
-        stepped: The shape in which it is stepped: of one that may be cut between matrices, that of a batch of them.
+        stepped: The shape in which it is stepped; for a parameter of several matrices, that of the batch.
     """
 
     label: str
@@ -43,7 +43,7 @@ class Routed(NamedTuple):
 def routing(optimizer: TorchOptimizer | Labelled) -> str:
     """Return a table of which transform steps which parameter, and as which matrices, to be printed before training.
 
-    Of a stepper it lists the parameters that are trained, by the labels of transform and policy.
+    It lists a stepper's trained parameters by the labels of transform and policy.
 
     Args:
         optimizer: A torch optimizer of this package, before or after its first step, or a stepper.
@@ -51,7 +51,7 @@ def routing(optimizer: TorchOptimizer | Labelled) -> str:
     Raises:
         TypeError: Something else.
         ValueError: A label, such as a pattern of ``views`` of :func:`everybit.muon`, that no parameter has; a parameter that cannot be
-            seen as the matrices that are asked for.
+            seen as the matrices that the transform needs.
 
     Examples:
         >>> import torch

@@ -24,13 +24,13 @@ def sam_weights(
     Args:
         optimizer: Of everybit or of torch; with the gradients of all its parameters that are to be moved, on every rank the same, as under
             DDP. Parameters without a gradient stay where they are.
-        radius: At least zero.
+        radius: The radius, at least zero.
         adaptive: Measure distances relative to each weight (ASAM).
         eps: Added to the norm of the gradients.
 
     Raises:
         RuntimeError: No parameter has a gradient.
-        TypeError: Parameters or an optimizer of shards, whose norms this rank does not know: FSDP2's, and ``FlatStepper.as_optimizer()``.
+        TypeError: FSDP2's parameters or ``FlatStepper.as_optimizer()``, since a rank does not know the norms of shards.
         ValueError: A hyperparameter out of range.
 
     Examples:

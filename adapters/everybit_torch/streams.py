@@ -1,6 +1,6 @@
 """The order in which a device works: its streams.
 
-All that is asked of torch about them is here, so that tests can put something else in its place.
+All calls of torch about them are here, so that tests can replace them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def has_streams(device: torch.device) -> bool:
 def copies_need_no_wait(device: torch.device) -> bool:
     """Whether ``non_blocking=True`` is right for a copy from the host's memory that is not pinned: it has read it when the call returns.
 
-    CUDA stages such copies. To the meta device nothing is copied.
+    CUDA stages such copies. A copy to the meta device is empty.
     """
     return has_streams(device) or device.type == "meta"
 
@@ -46,14 +46,14 @@ def make(device: torch.device) -> Stream:
 
 
 def working_on(stream: Stream) -> AbstractContextManager[Any]:
-    """Make ``stream`` the one on which this thread queues work inside the context."""
+    """Queue work of this thread on ``stream`` inside the context."""
     return torch.cuda.stream(stream)
 
 
 def is_capturing() -> bool:
-    """Whether what is asked of the present CUDA stream is captured in a graph, and not carried out.
+    """Whether calls on the present CUDA stream are captured in a graph, and not carried out.
 
-    The host may then neither wait for the device, nor count what it asks for: it is asked for once, and carried out at every replay. The
+    The host may then neither wait for the device, nor count its calls: they are made once, and carried out at every replay. The
     stream may not wait for work that is not captured, either.
     """
     if torch.compiler.is_compiling():
@@ -62,36 +62,36 @@ def is_capturing() -> bool:
 
 
 def mark(device: torch.device) -> Any:
-    """An event after what is queued on the present stream of a device, for another thread to wait for; None where nothing is queued."""
+    """Return an event after the queue of a device's present stream, for another thread to wait for; None on a device without streams."""
     return current(device).record_event() if has_streams(device) else None
 
 
 def come_after(event: Any, device: torch.device) -> None:
-    """Order what is queued on the present stream of a device from here on after an event of :func:`mark`. The host does not wait."""
+    """Order later work on the present stream of a device after an event of :func:`mark`. The host does not wait."""
     if event is not None:
         current(device).wait_event(event)
 
 
 def keep(x: Tensor) -> None:
-    """Keep a tensor's memory from being used again before the present stream is done with it, whoever frees it on whichever stream."""
+    """Keep a tensor's memory from being reused before the present stream is done with it, wherever the tensor is freed."""
     if has_streams(x.device):
         x.record_stream(current(x.device))
 
 
 class Home:
-    """For each device the stream on which work is done that hooks ask for, whatever stream is current when they are called.
+    """The stream of each device for the work of hooks, whatever stream is current when they are called.
 
-    Autograd calls a hook on the stream on which its module, or its parameter, was used in the forward pass, and what it calls at the end
-    of a backward pass on the caller's. A buffer that several of these hooks use would be used on several streams that nothing orders, and
-    freed on another one than it was allocated on. So all of them work on one: that on which the pass, or the step, began. Where it is
-    current, which is usual, nothing is waited for.
+    Autograd calls a hook on the stream on which its module, or its parameter, was used in the forward pass, and callbacks at the end
+    of a backward pass on the caller's. A buffer that several of these hooks use would be used on several streams without an order, and
+    freed on another stream than it was allocated on. So all of them work on one: that on which the pass, or the step, began. If it is
+    current, which is usual, there is no wait.
     """
 
     def __init__(self) -> None:
         self._of: dict[torch.device, Stream] = {}
 
     def begin(self, device: torch.device) -> None:
-        """Work on the present stream of a device from here on, after all that was asked for before."""
+        """Work on the present stream of a device from here on, after all work queued before."""
         if not has_streams(device):
             return
         now, before = current(device), self._of.get(device)
@@ -102,12 +102,12 @@ class Home:
         self._of[device] = now
 
     def begin_everywhere(self) -> None:
-        """Work on the present streams from here on, of all devices on which something was asked for."""
+        """Work on the present streams from here on, of all devices with queued work."""
         for device in list(self._of):
             self.begin(device)
 
     def entered(self, device: torch.device, given: Tensor | None = None) -> AbstractContextManager[None]:
-        """Work inside is done on the home stream, after what is queued on the present one, and before what is queued on that next.
+        """Return a context with work on the home stream, after the present stream's queue, and before later work on the present stream.
 
         Args:
             device: Where the work is done.

@@ -21,15 +21,15 @@ _NORMS = (
 def weight_decay_groups(
     model: nn.Module, weight_decay: float = 1e-2, *, no_decay: Iterable[str] = ()
 ) -> list[dict[str, Any]]:
-    """Two param groups: parameters that weight decay applies to, and norms and biases, whose ``weight_decay`` is 0.
+    """Return two param groups: parameters that weight decay applies to, and norms and biases, with a ``weight_decay`` of 0.
 
     Not decayed are parameters with fewer than two dimensions, all parameters of torch's normalization layers, parameters that are called a
     bias, and those that ``no_decay`` names. The groups hold names beside the parameters, so that policies and masks can go by them, and fit
-    optimizers of ``torch.optim`` as well. Each parameter comes once, frozen ones included; a group without any is left out.
+    optimizers of ``torch.optim`` as well. Each parameter comes once, frozen parameters included; an empty group is left out.
 
     Args:
-        model: With parameters, whose values are not looked at.
-        weight_decay: Of the first group, at least zero.
+        model: A model; the values of its parameters are not read.
+        weight_decay: The weight decay of the first group, at least zero.
         no_decay: Patterns of further names that are not decayed, as of :mod:`fnmatch`: ``"*embedding*"``, ``"head.weight"``.
 
     Raises:

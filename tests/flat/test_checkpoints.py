@@ -12,8 +12,8 @@ import everybit as eb
 from everybit_torch import load_sharded, save_sharded
 from everybit_torch.sharded.strategies import Strategy
 from tests.flat.steppers import flat_stepper
-from tests.flat.test_training import TRANSFORMS
 from tests.support.exact_models import Cells, mesh_of, seeds, weights_of
+from tests.support.random_programs import TRANSFORMS
 from tests.support.ranks import run
 from tests.support.weights import Weights
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -22,89 +20,6 @@ LAYOUTS = [
     *(((n,), "no_shard") for n in (1, 2, 4)),
     *((shape, outer) for shape in [(2, 2), (2, 1)] for outer in ("no_shard", "optim")),
 ]
-PATTERNS = [(1, "microbatch"), (3, "microbatch"), (3, "no_sync"), (3, "neither")]
-POLICIES = ["FP32", "KAHAN_BF16", "EXACT_BF16", "LEAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16"]
-
-
-TRANSFORM = eb.chain(eb.clip_by_global_norm(4.0), eb.adamw(0.03, weight_decay=0.1))
-
-
-def dtype_of(policy: str) -> torch.dtype:
-    return torch.float32 if policy == "FP32" else torch.bfloat16
-
-
-def sharded(
-    policy: str, shape: tuple[int, ...], outer: OuterStrategy, microbatches: int, pattern: Pattern
-) -> tuple[Weights, list[float]]:
-    model = Cells(dtype_of(policy))
-    stepper = FlatStepper(
-        model, TRANSFORM, policy=eb.policies.PRESETS[policy], mesh=mesh_of(shape), strategy="optim_grads_params", outer=outer,
-        units=[Cell], divisor=1.0,
-    )  # fmt: skip
-    norms = train(stepper, model, range(3), microbatches, pattern)
-    return weights_of(model), norms
-
-
-def alone(policy: str, ranks: int, microbatches: int) -> tuple[Weights, list[float]]:
-    model = Cells(dtype_of(policy))
-    stepper = FlatStepper(model, TRANSFORM, policy=eb.policies.PRESETS[policy], strategy="no_shard", divisor=1.0)
-    norms = train_alone(stepper, model, range(3), microbatches, ranks)
-    return weights_of(model), norms
-
-
-def cases() -> Iterator[Any]:
-    """All of them; `make test` has each policy under each layout, and each of these in each pattern."""
-    for one, two, three in product(*(range(len(x)) for x in (POLICIES, LAYOUTS, PATTERNS))):
-        marks = () if three == (one + 2 * two) % len(PATTERNS) else pytest.mark.exhaustive
-        yield pytest.param(POLICIES[one], *LAYOUTS[two], *PATTERNS[three], marks=marks)
-
-
-@pytest.mark.parametrize(("policy", "shape", "outer", "microbatches", "pattern"), list(cases()))
-def test_bits_of_one_process(
-    policy: str, shape: tuple[int, ...], outer: OuterStrategy, microbatches: int, pattern: Pattern
-) -> None:
-    ranks = torch.Size(shape).numel()
-    weights, norms = alone(policy, ranks, microbatches)
-    for found, sharded_norms in run(ranks, sharded, policy, shape, outer, microbatches, pattern):
-        assert sharded_norms == norms
-        assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
-
-
-OF_EACH: dict[str, eb.Transform[Any]] = {
-    "lamb": eb.lamb(0.03),
-    "lars": eb.lars(0.03),
-    "stable_adamw": eb.stable_adamw(0.03),
-    "clipped": eb.chain(eb.clip_by_global_norm(4.0), eb.lamb(0.03), eb.clip_by_global_norm(0.01)),
-}
-
-
-def of_each(name: str, shape: tuple[int, ...] | None, outer: OuterStrategy, ranks: int) -> tuple[Weights, str]:
-    model, transform = Cells(torch.bfloat16), OF_EACH[name]
-    if shape is None:
-        alone = FlatStepper(model, transform, policy="LEAN_BF16", strategy="no_shard", divisor=1.0)
-        train_alone(alone, model, range(3), 1, ranks)
-        return weights_of(model), ""
-    stepper = FlatStepper(
-        model, transform, policy="LEAN_BF16", mesh=mesh_of(shape), strategy="optim_grads_params", outer=outer,
-        units=[Cell], divisor=1.0,
-    )  # fmt: skip
-    train(stepper, model, range(3), 1)
-    return weights_of(model), repr(stepper.as_optimizer())
-
-
-@pytest.mark.parametrize("name", OF_EACH)
-@pytest.mark.parametrize(
-    ("shape", "outer"), [((2,), "no_shard"), ((4,), "no_shard"), ((2, 2), "no_shard"), ((2, 2), "optim")]
-)
-def test_numbers_of_each_parameter_are_added_up_over_its_rows(
-    name: str, shape: tuple[int, ...], outer: OuterStrategy
-) -> None:
-    ranks = torch.Size(shape).numel()
-    weights, _ = of_each(name, None, "no_shard", ranks)
-    for found, text in run(ranks, of_each, name, shape, outer, ranks):
-        assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
-        assert "whole at owners" not in text
-
 
 WHOLE: dict[str, eb.Transform[Any]] = {
     "muon": eb.chain(eb.clip_by_global_norm(4.0), eb.muon(0.03)),

@@ -15,128 +15,12 @@ from torch.utils.checkpoint import checkpoint
 import everybit as eb
 from everybit_torch import AdamW, Lion, TorchOptimizer
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
-from tests.support.programs import FLAT, Block, Network, data, network, on_a_mesh, on_buffers, train, weights_of
+from everybit_torch.sharded.strategies import STRATEGIES, Strategy
+from tests.support.programs import FLAT, Block, Network, data, network, on_buffers, train, weights_of
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
 
 CLIPPED = eb.chain(eb.clip_by_global_norm(0.5), eb.adamw(1e-2))
-# -- gradients that are exact in any order --------------------------------------------------------------------------------------------
-
-
-class Exact(nn.Module):
-    """Gradients are small whole numbers over powers of two, in whichever order they are added up: the inputs, weighted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Parameter(torch.linspace(-1, 1, 13))
-        self.blocks = nn.ModuleList([ExactBlock((3, 5)), ExactBlock((2, 2, 3)), ExactBlock((17,))])
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = (self.entry * x[:13]).sum() + self.scale.sum() * x[0]
-        for block in self.blocks:
-            total = block(total, x)
-        return total
-
-
-class ExactBlock(nn.Module):
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape))
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, total: Tensor, x: Tensor) -> Tensor:
-        out: Tensor = total + (self.weight.reshape(-1) * x[: self.weight.numel()]).sum() + self.bias.sum() * x[1]
-        return out
-
-
-def whole_numbers(step: int, number: int) -> Tensor:
-    return torch.randint(-8, 9, (20,), generator=torch.Generator().manual_seed(100 * step + number)).float() / 4
-
-
-def exact_training(
-    strategy: Strategy,
-    policy: str,
-    total: int,
-    steps: int,
-    transform: Any,
-    outer: OuterStrategy = "no_shard",
-    mesh: Any = None,
-) -> Weights:
-    """``total`` microbatches a step, shared among the ranks; the sum of their gradients over ``total``, which is 12."""
-    model = Exact()
-    if policy != "FP32":
-        model = model.bfloat16()
-    grads = eb.Grads(main="float32", comm="float32")
-    chosen = dataclasses.replace(eb.policies.PRESETS[policy], grads=grads)
-    stepper = FlatStepper(
-        model,
-        transform,
-        policy=chosen,
-        strategy=strategy,
-        units=[ExactBlock],
-        divisor=total,
-        mesh=mesh,
-        outer=outer,
-    )
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mine = range(rank, total, size)
-    for step in range(steps):
-        for number in mine:
-            with stepper.microbatch(last=number == mine[-1]):
-                model(whole_numbers(step, number).to(model.scale.dtype)).backward()
-        stepper.step()
-    return weights_of(stepper)
-
-
-def one_process(policy: str, total: int, steps: int) -> Weights:
-    """The finished torch optimizer on the whole model."""
-    model = Exact() if policy == "FP32" else Exact().bfloat16()
-    chosen = dataclasses.replace(eb.policies.PRESETS[policy], grads=eb.Grads(main="float32"))
-    optimizer = AdamW(model.parameters(), lr=1e-2, policy=chosen)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for number in range(total):
-            model(whole_numbers(step, number).to(model.scale.dtype)).backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.div_(total)
-        optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-EXACT_POLICIES = ["FP32", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16"]
-SAMPLED = [(3, "FP32"), (3, "LEAN_BF16"), (3, "TIGHT_BF16"), (2, "KAHAN_BF16"), (2, "FLOOR_BF16")]
-
-
-@pytest.mark.parametrize(
-    ("size", "policy"),
-    [
-        *SAMPLED,
-        *(
-            pytest.param(size, policy, marks=pytest.mark.exhaustive)
-            for size in (1, 2, 3, 4)
-            for policy in EXACT_POLICIES
-            if (size, policy) not in SAMPLED
-        ),
-    ],
-)
-def test_shards_train_as_the_whole_model_does_bit_for_bit(size: int, policy: str) -> None:
-    """Stochastic rounding included: bits go by the elements' places in the model."""
-    expected = one_process(policy, 12, 4)
-    for strategy in STRATEGIES:
-        for weights in run(size, exact_training, strategy, policy, 12, 4, eb.adamw(1e-2)):
-            assert equal(weights, expected), strategy
-
-
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_two_dimensions_train_as_the_whole_model_does_bit_for_bit(outer: str) -> None:
-    for policy in ("FP32", "LEAN_BF16"):
-        expected = one_process(policy, 12, 4)
-        arguments = ("optim_grads_params", policy, 12, 4, eb.adamw(1e-2), outer)
-        for weights in run(4, on_a_mesh, exact_training, 2, 2, *arguments):
-            assert equal(weights, expected), policy
 
 
 # -- ordinary gradients ---------------------------------------------------------------------------------------------------------------
@@ -210,37 +94,6 @@ def test_labels_choose_transforms_as_param_groups_do(strategy: Strategy) -> None
     # Both ranks have the same data: a sum of two equal numbers, halved, is that number.
     for weights in run(2, different_labels, strategy):
         assert equal(weights, expected)
-
-
-def masked(strategy: Strategy) -> Weights:
-    model = network()
-    decay = eb.masked(eb.add_decayed_weights(0.5), where=lambda path, p: p.ndim > 1)
-    transform = eb.chain(eb.clip_by_global_norm(0.5), eb.scale_by_adam(), decay, eb.scale_by_learning_rate(1e-2))
-    stepper = FlatStepper(model, transform, strategy=strategy, units=[Block])
-    for step in range(3):
-        with stepper.microbatch(last=True):
-            model(data(step, 0, 0, torch.float32)).square().mean().backward()
-        stepper.step()
-    return weights_of(stepper)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
-def test_masks_are_decided_on_whole_parameters(strategy: Strategy) -> None:
-    model = network()
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(data(step, 0, 0, torch.float32)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    for weights in run(2, masked, strategy):
-        for name, p in model.named_parameters():
-            # As above: of a relative error e in the gradient Adam makes lr * e; torch's clipping divides by the norm plus 1e-6.
-            torch.testing.assert_close(weights[name], p.detach(), rtol=2**-20, atol=3e-2 * 2**-12)
 
 
 # -- odd models ------------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``everybit audit``, from a saved audit or a checkpoint to a table, a picture and a policy that would mend what it shows."""
+"""``everybit audit``: a table, a picture and a policy with fewer losses, from a saved audit or a checkpoint."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class AuditOptions(Output):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Describe in words what is lost, and which policy would keep it.
+    """Describe in words which updates are lost, and which policy would keep them.
 
     Attributes:
-        findings: Sentences; none if nothing is lost.
-        notes: What looks like a loss and is none.
-        advice: Of the policy, with its bytes; empty if nothing is lost.
+        findings: Sentences; empty if every update arrives.
+        notes: Effects that look like a loss but are not.
+        advice: The advised policy, with its bytes; empty if every update arrives.
     """
 
     findings: list[str]
@@ -160,7 +160,7 @@ def _mean_share(layers: Sequence[LayerAudit], share: Literal["lost_share", "mend
 
 
 def _layers(options: AuditOptions) -> list[LayerAudit]:
-    """Read an audit, or make one of a checkpoint."""
+    """Read an audit, or audit a checkpoint."""
     path = options.path
     policy = None if options.policy is None else named_policy(options.policy, "--policy")[1]
     given = [

@@ -38,8 +38,8 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
     """Train, report, and write ``compare.json`` and ``compare.png``; after Ctrl-C what there is, under other names.
 
     Raises:
-        OptionError: An option that cannot be used; nothing was done.
-        KeyboardInterrupt: Before anything was validated; nothing was written.
+        OptionError: An option that cannot be used; no training was begun.
+        KeyboardInterrupt: Interrupted before the first validation; no file was written.
     """
     plan = check(options)
     try:

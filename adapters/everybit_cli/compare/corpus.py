@@ -1,6 +1,6 @@
 """The text: Python's own standard library, which every machine that can run this has.
 
-What is held out is decided by each file's path alone, so that it does not depend on what other files there are.
+A file is held out by its path alone, so that the choice does not depend on the other files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Other people's packages, tests, and tables written by programs (code pages, the text of help()); none of it is the library's prose.
+# Excluded: other people's packages, tests, and tables written by programs (code pages, the text of help()).
 EXCLUDED_FOLDERS = frozenset(
     {
         "site-packages",
@@ -40,7 +40,7 @@ class Corpus:
 
     Attributes:
         training: What models are trained on.
-        held_out: What they are judged on; no file of it is in ``training``.
+        held_out: The text for validation. It shares no file with ``training``.
         training_files: Number of files.
         held_out_files: Number of files.
         root: Folder they were found in.
@@ -99,13 +99,13 @@ def load_corpus(root: Path | None = None) -> Corpus:
 
 
 class Batches:
-    """Random windows of a text, the same ones for the same seed.
+    """Random windows of a text, determined by the seed.
 
     Args:
         text: 1-D uint8.
         batch: Windows at a time.
-        context: Bytes a model sees; a window has one more, the last one to predict.
-        seed: Of the windows' places.
+        context: Bytes that a model sees. A window has one byte more, the last to predict.
+        seed: The seed of the windows' places.
     """
 
     def __init__(self, text: Tensor, *, batch: int, context: int, seed: int) -> None:

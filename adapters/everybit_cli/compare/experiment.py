@@ -15,7 +15,7 @@ VALIDATION_BYTES = 16384
 
 
 class Watcher(Protocol):
-    """Somebody who is told how it goes."""
+    """Receives losses as training goes on."""
 
     def trained(self, policy: str, loss: float) -> None:
         """A step of this policy's model, and the training loss."""
@@ -28,8 +28,8 @@ def run(plan: Plan, corpus: Corpus, watcher: Watcher) -> tuple[list[Record], boo
     """Train every policy from every seed.
 
     Returns:
-        What was recorded, and whether Ctrl-C ended it. Then there are the seeds that were finished; if none was, what all policies of the
-        first seed have in common: up to the last step after which each of them was validated.
+        The records, and whether Ctrl-C ended the run. Then they are of the finished seeds; without a finished seed, of the steps that all
+        policies of the first seed have in common: up to the last step after which each of them was validated.
 
     Raises:
         KeyboardInterrupt: Before anything was validated.

@@ -28,7 +28,7 @@ USUAL: Mapping[str, Mapping[str, float]] = {"adamw": {"b1": 0.9, "b2": 0.95, "we
 class CompareOptions(Output):
     """Train one small language model under several policies, side by side, and compare loss, lost updates, bytes and time.
 
-    By AdamW, or by the optimizer of --optimizer.
+    The optimizer is AdamW, or that of --optimizer.
 
     The text is the Python standard library's own source. Every policy starts from the same weights, rounded to its model's dtype,
     and sees the same batches. Writes compare.json (all raw numbers) and compare.png to --out.
@@ -91,15 +91,15 @@ class CompareOptions(Output):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Options that have been checked, and what they mean.
+    """Options that have been checked, and their values as objects.
 
     Attributes:
-        options: As given, with the learning rate that is meant.
-        optimizer: With its hyperparameters.
-        size: Of the model.
-        policies: By the name they are shown under, in order.
+        options: The options as given, with the resulting learning rate.
+        optimizer: The optimizer with its hyperparameters.
+        size: The size of the model.
+        policies: The policies by the name they are shown under, in order.
         reference: Name of the policy that others are compared with.
-        seeds: In order.
+        seeds: The seeds, in order.
         device: Where to train.
     """
 
@@ -116,7 +116,7 @@ def optimizer_of(options: CompareOptions) -> Chosen:
     """The optimizer with all its hyperparameters.
 
     Raises:
-        OptionError: There is no such optimizer, or it does not take one of the options.
+        OptionError: The optimizer does not exist, or does not take an option.
     """
     chosen = named_optimizer(options.optimizer)
     for option in ("lr", "betas", "eps", "weight_decay"):
@@ -136,7 +136,7 @@ def optimizer_of(options: CompareOptions) -> Chosen:
 
 
 def check(options: CompareOptions) -> Plan:
-    """Look at every option, touch nothing but ``out``.
+    """Check every option; only ``out`` is touched.
 
     Raises:
         OptionError: One that cannot be used.
@@ -197,7 +197,7 @@ def _policies(options: CompareOptions, optimizer: Chosen) -> dict[str, eb.Policy
                 "--policies", f"{shown} twice", "names that differ (a file goes by its name without ending)"
             )
         policies[shown] = policy
-    # The optimizer knows whether a policy works with its decay rates, so ask it.
+    # The optimizer knows whether a policy works with its decay rates.
     require_policies(optimizer, policies)
     return policies
 

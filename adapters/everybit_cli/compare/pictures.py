@@ -1,4 +1,4 @@
-"""The picture: what each policy learns on the left, what it spends on the right."""
+"""The picture: losses of each policy on the left, its bytes on the right."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _draw_losses(axes: Axes, records: Sequence[Record], names: Sequence[str], co
         steps, training = smooth(_losses(records, name).mean(axis=0))
         at, validation = _validation(records, name)
         held_out = validation.mean(axis=0)
-        # Curves that coincide show as one line with borders in all their colours: each a little thinner than the one below.
+        # Curves that coincide show as one line with borders in all their colours: each is a little thinner than the curve below.
         thinner = order / max(1, len(names) - 1)
         axes.plot(steps, training, color=colours[name], linewidth=3.2 - 2.2 * thinner, label=name, alpha=0.9)
         axes.plot(at, held_out, "o", color=colours[name], markersize=6.5 - 3.5 * thinner)

@@ -33,12 +33,12 @@ class Record:
 
     Attributes:
         policy: Name it is shown under.
-        seed: Of weights, batches and stochastic rounding.
+        seed: The seed of weights, batches and stochastic rounding.
         losses: Training loss of each step, in nats per byte.
         validation: Loss on the held-out text, now and then; the last is of the finished model.
         probes: Steps that were measured.
         optimizer_seconds: Of ``optimizer.step()``, for those steps that were timed.
-        training_seconds: Of the same steps as a whole: forward, backward, clipping, the optimizer.
+        training_seconds: Seconds of the same steps as a whole: forward, backward, clipping, the optimizer.
         bytes_measured: Bytes per parameter by use, from the tensors that were allocated.
         bytes_predicted: The same, from the policy alone.
     """
@@ -128,7 +128,7 @@ def _median_milliseconds(seconds: Iterable[float]) -> float | None:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """NaN of no values: a run that was interrupted may have measured none."""
+    """The mean; NaN without values, as in a run that was interrupted early."""
     values = list(values)
     return statistics.fmean(values) if values else math.nan
 

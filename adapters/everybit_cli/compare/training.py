@@ -24,13 +24,13 @@ UNTIMED_STEPS = 5  # the first ones allocate, compile, and fill caches
 
 
 class Trainee:
-    """A model, its optimizer, and what is recorded about them.
+    """A model, its optimizer, and the records of its training.
 
     Args:
-        name: What the policy is shown under.
-        policy: How the optimizer stores things, and what the model is in.
-        size: Of the model.
-        seed: Of the weights, and of stochastic rounding.
+        name: The name that the policy is shown under.
+        policy: The formats of the optimizer, and the dtype of the model.
+        size: The size of the model.
+        seed: The seed of the weights, and of stochastic rounding.
         options: The optimizer and its hyperparameters.
         device: Where the model lives.
         autocast: Compute in bfloat16 where ``torch.autocast`` does.
@@ -139,7 +139,7 @@ def _bytes_predicted(
 
 
 def new_model(size: ModelSize, seed: int) -> Transformer:
-    """A float32 model whose weights depend on ``seed`` only; torch's global generator is left as it was."""
+    """A float32 model with weights that depend on ``seed`` only. torch's global generator is left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         return Transformer(size)

@@ -46,7 +46,7 @@ def parsed_size(option: str, text: str) -> int:
     """Bytes of a size such as ``80GiB``.
 
     Raises:
-        OptionError: It is none.
+        OptionError: The text is no size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if match is None or (match[3] and not match[2]):
@@ -58,7 +58,7 @@ def parsed_size(option: str, text: str) -> int:
 
 
 def unit_of(most: int) -> tuple[str, int]:
-    """The largest unit of memory that ``most`` bytes are at least one of: its name and its bytes."""
+    """Return the name and the bytes of the largest unit of memory that is not larger than ``most`` bytes."""
     return next((name, size) for name, size in UNITS if most >= size or size == 1)
 
 
@@ -69,7 +69,7 @@ def sized(nbytes: int) -> str:
 
 
 def best_of(choices: Sequence[Planned], budget: int) -> Planned | None:
-    """The first policy of which some strategy fits; of its strategies that fit, the one that sends least; of equals, the first."""
+    """Choose the first policy that fits under some strategy, and of the strategies that fit the first with the fewest bytes sent."""
     for policy in dict.fromkeys(choice.policy for choice in choices):
         fitting = [one for one in choices if one.policy == policy and one.plan.peak_bytes <= budget]
         if fitting:
@@ -80,7 +80,7 @@ def best_of(choices: Sequence[Planned], budget: int) -> Planned | None:
 def enough_ranks(
     policies: Sequence[str], ranks: int, budget: int, of: Callable[[str, int], Plan]
 ) -> dict[str, int | None]:
-    """For each policy, of how many ranks, doubled, the memory is enough if everything is sharded; None: of no number."""
+    """Return for each policy the number of ranks (doubled) with enough memory if everything is sharded; None: no number is enough."""
     found: dict[str, int | None] = {}
     for name in policies:
         found[name], more = None, ranks
@@ -121,7 +121,7 @@ def reasons(choices: Sequence[Planned], best: Planned, budget: int, ranks: int, 
 
 
 def too_small(choices: Sequence[Planned], enough: dict[str, int | None], budget: int) -> list[str]:
-    """Sentences that say what is needed at least, and how many ranks would do."""
+    """Sentences with the least memory that is needed, and the number of ranks that would be enough."""
     least = min(choices, key=lambda one: one.plan.peak_bytes)
     said = [
         f"Nothing fits into {sized(budget)}: the least is {sized(least.plan.peak_bytes)}, {least.policy} under {least.strategy}."

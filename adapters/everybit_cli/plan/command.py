@@ -26,7 +26,7 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
     """Plan, and show; write ``plan.json`` and ``plan.png`` if a folder is given.
 
     Raises:
-        OptionError: An option that cannot be used; nothing was done.
+        OptionError: An option that cannot be used; no model was planned.
     """
     chosen = subject(options)
     require_policies(chosen.optimizer, chosen.policies)
@@ -87,7 +87,7 @@ def _plan_all(options: PlanOptions, chosen: Subject, console: Console) -> list[P
 
 
 def _planned(options: PlanOptions, chosen: Subject, name: str, strategy: Strategy, ranks: int) -> Plan:
-    """Plan one policy under one strategy; of ranks with different numbers of whole tensors the one with the most elements.
+    """Plan one policy under one strategy, for the rank with the most elements of whole tensors.
 
     Raises:
         OptionError: The policy does not go with the model.

@@ -35,12 +35,12 @@ THREE_DTYPES = "three-dtypes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(Output):
-    """Print, to the byte, the memory that each rank keeps, its peak, and what it sends, for a model under several policies and strategies.
+    """Print, to the byte, the memory that each rank keeps, its peak and its traffic, for a model under several policies and strategies.
 
-    With --memory: advise the most precise policy that fits, and of its strategies the one that sends the fewest bytes. The exit code is
-    then 1 if nothing fits.
+    With --memory: advise the most precise policy that fits, and of its strategies the strategy with the fewest bytes sent. The exit code is
+    then 1 if no policy fits.
 
-    Nothing is allocated: the model is built on the meta device. Activations, buffers and the memory of the device's libraries are not
+    No memory is allocated: the model is built on the meta device. Activations, buffers and the memory of the device's libraries are not
     counted (--reserve keeps memory free for them), and under optim_grads_params peaks are estimates. Writes plan.json and plan.png to
     --out, if it is given.
     """
@@ -108,14 +108,14 @@ class PlanOptions(Output):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is planned.
+    """The subject of a plan.
 
     Attributes:
         model: On the meta device.
         units: The classes of its units.
         optimizer: Its optimizer.
-        policies: By name.
-        budget: Bytes of one rank that may be used; None: nothing is to be advised.
+        policies: The policies by name.
+        budget: Bytes of one rank that may be used; None: no advice is wanted.
     """
 
     model: nn.Module
@@ -131,7 +131,7 @@ class Subject:
 
 
 def subject(options: PlanOptions) -> Subject:
-    """Build the model, and find what the other options stand for.
+    """Build the model, and turn the other options into objects.
 
     Raises:
         OptionError: An option that cannot be used.

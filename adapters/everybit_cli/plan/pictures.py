@@ -32,10 +32,10 @@ def draw(path: Path, rows: Sequence[Planned], *, title: str, budget: int | None 
     """Draw a panel for each strategy, with an axis of its own and a bar for each policy, into a PNG at ``path``, which is replaced whole.
 
     Args:
-        path: Of the PNG.
-        rows: What is planned.
+        path: The path of the PNG.
+        rows: The plans.
         title: Over it.
-        budget: Bytes at which a line is drawn; None: none.
+        budget: Bytes at which a line is drawn; None: no line.
     """
     strategies = tuple(dict.fromkeys(row.strategy for row in rows))
     figure = Figure(figsize=(12, 1.2 + len(strategies) * 0.7 + 0.36 * len(rows)), dpi=150, layout="constrained")

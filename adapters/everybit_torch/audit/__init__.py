@@ -1,1 +1,1 @@
-"""Room ``audit``: what a step loses to rounding, layer by layer, while training and in a checkpoint."""
+"""Room ``audit``: losses of a step to rounding, layer by layer, while training and in a checkpoint."""

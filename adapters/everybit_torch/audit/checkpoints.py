@@ -1,7 +1,7 @@
 """An audit of a checkpoint: of the step that would come next if the next gradient were the running mean of those before it.
 
-A checkpoint has no gradient, but the optimizers that people train with keep a running mean of it, and near a minimum that is what the next
-steps add up to. It stands for the gradient, so that only checkpoints with momentum can be audited.
+A checkpoint has no gradient, but common optimizers keep a running mean of it, and near a minimum the next steps add up to that mean.
+It stands for the gradient, so that only checkpoints with momentum can be audited.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def audit_checkpoint(
 
     Args:
         path: A file that ``torch.save`` wrote: a dict with the state dicts of model and optimizer, under any keys.
-        optimizer: Name of the class, of ``torch.optim`` or of everybit. None: by what the state holds, AdamW or SGD.
+        optimizer: Name of a class of ``torch.optim`` or of everybit. None: AdamW or SGD, determined by the state.
         policy: Under which an optimizer of everybit was saved. None for torch's.
-        model_key: Under which the model's state dict is. None: the only one that there is.
+        model_key: The key of the model's state dict. None: the only state dict of a model.
         optimizer_key: The same of the optimizer's.
 
     Returns:
@@ -51,8 +51,8 @@ def audit_checkpoint(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The contents are of another kind, have no momentum, or do not tell which parameter is which; the message says what is
-            accepted. An optimizer that was made from ``model.named_parameters()`` saves the parameters' names. Without names those of one
+        ValueError: The contents are of another kind, have no momentum, or do not name the parameters; the message says what can be
+            read. An optimizer that was made from ``model.named_parameters()`` saves the parameters' names. Without names those of one
             shape are taken in the model's order, if there are as many in one param group as in the model.
 
     Examples:
@@ -137,7 +137,7 @@ def _names(path: Path, weights: Mapping[str, Tensor], saved: Mapping[str, Any]) 
 
 
 def _names_by_shape(path: Path, weights: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[int, str]:
-    """By order among those of the same shape, which the state tells; one group for each shape, and no tensor left over."""
+    """Match by order among tensors of the same shape; the state gives a group for each shape, and no tensor is left over."""
     left: dict[torch.Size, list[str]] = {}
     seen: set[tuple[int, torch.Size]] = set()
     for name, x in weights.items():

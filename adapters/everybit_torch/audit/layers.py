@@ -1,7 +1,7 @@
 """Where a training run loses precision: layer by layer, of any ``torch.optim`` optimizer, with three lines in the script.
 
-An audited step is taken twice: by a copy of the optimizer whose weights, gradients and state are in float64, and by the optimizer itself.
-The copy says what was intended, and the difference is what the formats of weights and state lost.
+An audited step is taken twice: by a copy of the optimizer with weights, gradients and state in float64, and by the optimizer itself.
+The copy computes the intended update. The difference is the loss by the formats of weights and state.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class Audit:
     in float64. Of an optimizer of everybit everything is decoded before the step and after it, too.
 
     Args:
-        model: For the names of parameters.
-        optimizer: One of everybit, one of ``torch.optim``, or a subclass whose ``step`` takes no closure. It may have schedulers.
+        model: The model, for the names of parameters.
+        optimizer: An optimizer of everybit or of ``torch.optim``, or a subclass with a ``step`` without closure. It may have schedulers.
         every: An audit at every so many steps, beginning with the first.
 
     Raises:
         TypeError: No optimizer of torch's kind, such as a ``FlatStepper``, which measures its own steps (``metrics=True``).
-        ValueError: ``every`` is below 1; a parameter of the optimizer that is not one of the model's, or that is sharded (a DTensor).
+        ValueError: ``every`` is below 1; a parameter of the optimizer that is not the model's, or that is sharded (a DTensor).
 
     Examples:
         >>> import torch
@@ -144,8 +144,8 @@ def audit_step(names: Mapping[int, str], optimizer: torch.optim.Optimizer, step:
     """Take a step, and audit it.
 
     Args:
-        names: Of the parameters, by id.
-        optimizer: Whose parameters have gradients.
+        names: Names of the parameters, by id.
+        optimizer: The optimizer. Its parameters have gradients.
         step: Number of the step.
     """
     way = audited(optimizer)
@@ -159,7 +159,7 @@ def load_audit(path: str | Path) -> list[LayerAudit]:
     """Read what :meth:`Audit.save` wrote.
 
     Raises:
-        ValueError: Another file, or one of a later version.
+        ValueError: Another file, or a file of a later version.
     """
     accepted = f"a file that Audit.save wrote, of format {FORMAT}"
     try:
@@ -213,7 +213,7 @@ def _share(some: Tensor, of: Tensor) -> float:
 
 
 def worst(layers: Iterable[LayerAudit]) -> dict[str, LayerAudit]:
-    """For each parameter the audit at which least of its update arrived."""
+    """Return, for each parameter, the audit with the least effective update."""
     found: dict[str, LayerAudit] = {}
     for layer in layers:
         if layer.name not in found or layer.edq < found[layer.name].edq:

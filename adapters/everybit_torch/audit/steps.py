@@ -1,4 +1,4 @@
-"""The two ways to learn what a step was meant to do: by a copy of torch's optimizer, or of one of everybit's, in float64."""
+"""Two ways to compute the intended update: a float64 copy of torch's optimizer, or of an optimizer of everybit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A parameter before an audited step, and what the step is meant to do to it.
+    """A parameter before an audited step, and the intended update.
 
     Attributes:
         weights: All the precision that is stored.
@@ -54,7 +54,7 @@ class Audited(Protocol):
     """Takes the step of an optimizer a second time, in float64."""
 
     def before(self) -> dict[Tensor, Before]:
-        """What a step that is taken now is meant to do, for each parameter that has a gradient; nothing is changed.
+        """Compute the intended update of each parameter that has a gradient. The optimizer and the model are unchanged.
 
         Raises:
             RuntimeError: The optimizer does not step when ``step`` is called.

@@ -79,7 +79,7 @@ def objects_of(own: T, group: dist.ProcessGroup) -> list[T]:
 
 
 class Everyone:
-    """All ranks of a stepper, for what they tell each other: JSON, over the groups that gradients are sent over, so that none is made.
+    """All ranks of a stepper. They exchange JSON over the groups of the gradients, so that no further group is made.
 
     Args:
         communicators: The ranks along each dimension, the innermost dimension first.

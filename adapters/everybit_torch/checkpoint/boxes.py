@@ -11,9 +11,9 @@ class Box(NamedTuple):
     """A rectangle of a tensor's elements that are consecutive in memory.
 
     Attributes:
-        offsets: Of its first corner, by dimension.
-        sizes: By dimension.
-        start: Position of its first element in the range that was asked for.
+        offsets: The first corner, by dimension.
+        sizes: The extent, by dimension.
+        start: Position of its first element in the requested range.
     """
 
     offsets: tuple[int, ...]
@@ -22,7 +22,7 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], low: int, high: int) -> list[Box]:
-    """Elements ``low`` to ``high`` of a tensor, counted in memory order, as rectangles: at most ``2 * len(shape) - 1``, none if empty.
+    """Elements ``low`` to ``high`` of a tensor, counted in memory order, as rectangles: at most ``2 * len(shape) - 1``.
 
     Raises:
         ValueError: The range is not within the tensor.

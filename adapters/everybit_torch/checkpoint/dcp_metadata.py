@@ -1,6 +1,6 @@
 """``torch.distributed.checkpoint``'s ``.metadata``, read without running anything: for checkpoints that have no inventory of ours.
 
-The file is a pickle. What it may name here is a short list of DCP's own plain classes; everything else is refused, and what comes out is
+The file is a pickle. It may name only a short list of DCP's own plain classes, and the objects that come out are
 judged field by field before it is used.
 """
 
@@ -33,7 +33,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     **dcp_classes(),
     ("collections", "OrderedDict"): dict,
-    # Where it was saved. Only the pure ones: they touch nothing.
+    # Paths of where it was saved. Only pure paths, which access no file system.
     **{(module, kind): PurePosixPath for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath")},
     **{(module, kind): PureWindowsPath for module in ("pathlib", "pathlib._local") for kind in ("WindowsPath", "PureWindowsPath")},
 }  # fmt: skip

@@ -43,7 +43,7 @@ def require_ties(own: Mapping[str, Tensor], aside: Mapping[str, Tensor], place: 
 def require_same(
     own: Mapping[str, Tensor], found: Inventory, expected: set[str], group: dist.ProcessGroup | None
 ) -> None:
-    """Refuse, on every rank, a checkpoint that holds more, less or something else than what is here."""
+    """Refuse, on every rank, a checkpoint with more, fewer or other tensors than are here."""
     problems = []
     for key, value in own.items():
         there = found.tensors.get(key)

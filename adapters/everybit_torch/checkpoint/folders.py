@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: a folder for each save, and a file that names the one that is whole."""
+"""The directory of a run's checkpoints: a folder for each save, and a file that names the latest complete save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
     """Return the directory of the newest complete checkpoint under ``path``, for DCP's own functions.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no checkpoint.
         ValueError: The file that names it is damaged.
     """
     directory = Path(path)
@@ -48,11 +48,11 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 
 def read_inventory_of(place: Path, *, is_judged: bool = True) -> Inventory:
-    """Read the inventory of a checkpoint; of one that has none, DCP's metadata.
+    """Read the inventory of a checkpoint, or DCP's metadata if there is no inventory.
 
     Args:
         place: The checkpoint's folder.
-        is_judged: Look for pieces that overlap, where nothing vouches for them.
+        is_judged: Look for pieces that overlap, in a checkpoint without checksums.
 
     Raises:
         OSError: Something of it cannot be read.
@@ -92,7 +92,7 @@ def _saves(directory: Path) -> list[Path]:
 
 
 def remove_unless_named(place: Path) -> None:
-    """Remove what a save that failed has written."""
+    """Remove the files of a save that failed."""
     try:
         named = latest_checkpoint(place.parent) == place
     except (OSError, ValueError):

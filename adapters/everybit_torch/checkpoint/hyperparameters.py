@@ -1,4 +1,4 @@
-"""Hyperparameters in a sharded checkpoint: a float64 tensor for each label and name, and who is of which label.
+"""Hyperparameters in a sharded checkpoint: a float64 tensor for each label and name, and the label of each parameter.
 
 =============================  ======================================================================================================
 ``hyperparameters.<label>/lr``  the values of a hyperparameter of the label's transform
@@ -6,9 +6,9 @@
 ``groups.<label>``              for each parameter that is trained, in the order of the names, whether it is of this label: uint8
 =============================  ======================================================================================================
 
-A param group takes over what was saved under its label. Where there is no such label, because the run that loads calls or divides its
-parameters otherwise, it takes over what was saved for its parameters, if that is one and the same for all of them. Nothing is left out
-without a word. (The first versions did not write who is of which label.)
+A param group takes over the values saved under its label. Where there is no such label, because the run that loads calls or divides its
+parameters otherwise, it takes over the values saved for its parameters, if these are the same for all of them. A value that is left out
+is reported. (The first versions did not write the label of each parameter.)
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Labelled(Protocol):
 
     Attributes:
         param_groups: As ``torch.optim``'s.
-        fields: By label, the hyperparameters in its param group, and the fields of its transform that they stand for.
+        fields: The hyperparameters in the param group of each label, and the fields of its transform that they set.
     """
 
     param_groups: list[dict[str, Any]]
     fields: dict[str, dict[str, tuple[str, ...]]]
 
     def require_hyperparameters(self, number: int, group: Mapping[str, Any]) -> None:
-        """Refuse values of a param group that cannot work, by a TypeError or ValueError; the present ones stay."""
+        """Refuse values of a param group that cannot work, by a TypeError or ValueError; the present values stay."""
         ...
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def tensors(optimizer: Labelled, labels: Mapping[str, str]) -> dict[str, Tensor]
 
 
 def _values(value: object) -> Values:
-    """A hyperparameter's values; none if it is no number and no tuple of numbers."""
+    """A hyperparameter's values; empty if it is neither a number nor a tuple of numbers."""
     several: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
     good = all(
         (isinstance(one, (int, float)) and not isinstance(one, bool)) or (isinstance(one, Tensor) and one.ndim == 0)
@@ -122,11 +122,11 @@ def restored(optimizer: Labelled, loaded: Mapping[str, Tensor], labels: Mapping[
     Args:
         optimizer: The optimizer of the stepper.
         loaded: What :func:`empty` made, with its values.
-        labels: As of :func:`tensors`.
+        labels: The labels as for :func:`tensors`.
 
     Raises:
         ValueError: A hyperparameter that is missing, that the transform here has not, or that it refuses; or parameters of one group here
-            that had different ones. The message names them.
+            with different values there. The message names them.
     """
     names, there = sorted(labels), _by_label(loaded)
     problems: list[str] = []
@@ -184,7 +184,7 @@ def _of_group(
                     f"{names[number]} was of {of!r} there, which is no label here, with other hyperparameters ({_shown(there[of])};"
                     f" {_shown(there[label])})"
                 )
-        # Before it was written who is of which label, nobody told what is a hyperparameter and what an option.
+        # Before labels of parameters were written, hyperparameters and options could not be told apart.
         return there[label] if f"{GROUPS}{label}" in loaded else _Saved({}, there[label].own)
     first: tuple[str, _Saved] | None = None
     for number in members:
@@ -216,7 +216,7 @@ def _entries(group: Mapping[str, Any], saved: _Saved, own: Mapping[str, Any]) ->
 
 
 def _same(one: _Saved, other: _Saved) -> bool:
-    """Whether two labels have the same values, in whatever order; what is no number is like itself."""
+    """Whether two labels have the same values, in whatever order. NaN equals NaN."""
     return all(repr(sorted(mine.items())) == repr(sorted(its.items())) for mine, its in zip(one, other, strict=True))
 
 
@@ -225,7 +225,7 @@ def _shown(saved: _Saved) -> str:
 
 
 def _like(present: Any, values: Values) -> Any:
-    """Return saved values in the type of the present ones; None if that cannot be done."""
+    """Return saved values in the type of the present values; None if they cannot be converted."""
     if isinstance(present, (tuple, list)):
         return type(present)(values) if len(present) == len(values) else None
     if present is None:

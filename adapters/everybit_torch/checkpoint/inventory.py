@@ -1,6 +1,6 @@
 """The inventory of a checkpoint's folder: the place and checksum of each piece, in a file beside ``torch.distributed.checkpoint``'s.
 
-DCP's own ``.metadata`` is a pickle, which runs what it is told to when it is read, and has no checksums. It is written too, for DCP's own
+DCP's own ``.metadata`` is a pickle, which executes code when it is read, and has no checksums. It is written too, for DCP's own
 functions; where there is an inventory, it is not read here. The inventory is JSON, a tensor on each line, each with a checksum of its own,
 and one over all of them: damage is told with the name of the tensor that it is about.
 """
@@ -45,8 +45,8 @@ class Piece:
         offsets: The box's first element.
         sizes: And its extent.
         file: Its name, in the checkpoint's folder.
-        start: Of the bytes in the file.
-        length: Of the bytes.
+        start: The first byte in the file.
+        length: The number of bytes.
         checksum: CRC-32 of the bytes; None if it is not known.
     """
 
@@ -60,7 +60,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of a checkpoint: what it is, and the pieces that it is made of."""
+    """A tensor of a checkpoint: its dtype and shape, and its pieces."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -97,8 +97,8 @@ class Inventory:
 
     Attributes:
         folder: Where it lies.
-        tensors: By name.
-        others: Names of what is no tensor.
+        tensors: The tensors by name.
+        others: Names of entries that are no tensors.
         checked: Whether there are checksums.
     """
 
@@ -108,7 +108,7 @@ class Inventory:
     checked: bool = True
 
     def renamed(self, former: Mapping[str, str]) -> Inventory:
-        """Return the inventory with tensors renamed, where there is none of the new name.
+        """Return the inventory with tensors renamed, unless there is a tensor of the new name.
 
         Args:
             former: New names, by those that a tensor may have here.
@@ -227,7 +227,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _where(data: bytes, error: Exception) -> str:
-    """Name the tensor at whose line a file that cannot be parsed is damaged."""
+    """Name the tensor of the damaged line in a file that cannot be parsed."""
     if isinstance(error, UnicodeDecodeError):
         at = error.start
     elif isinstance(error, json.JSONDecodeError):

@@ -13,7 +13,7 @@ Flat = dict[str, Tensor]
 
 
 class SavedParts(Protocol):
-    """What a rank has of a stepper's model and optimizer."""
+    """A rank's part of a stepper's model and optimizer."""
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -37,7 +37,7 @@ class SavedParts(Protocol):
         ...
 
     def take_over(self, own: Flat, loaded: Flat) -> None:
-        """Copy what was loaded to where the stepper has it: ``own`` are model and state, and ``loaded`` the same with other values."""
+        """Copy loaded values into the stepper: ``own`` are model and state, and ``loaded`` the same with other values."""
         ...
 
 

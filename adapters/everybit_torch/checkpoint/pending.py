@@ -1,4 +1,4 @@
-"""A save that is written in the background, whose error is raised once."""
+"""A save that is written in the background. Its error is raised once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class PendingSave(Future[Path]):
-    """Of an asynchronous save: done with its directory, or with what went wrong."""
+    """The future of an asynchronous save: its result is the directory, its exception the error of the save."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class PendingSave(Future[Path]):
         return error
 
     def carry_out(self, write: Callable[[], Path]) -> None:
-        """Be done with what a function returns or raises."""
+        """Set the result or the exception of a function."""
         try:
             path = write()
         except BaseException as error:
@@ -40,7 +40,7 @@ class PendingSave(Future[Path]):
             self.set_result(path)
 
     def unseen(self) -> BaseException | None:
-        """Wait for it, and return its error if nobody has asked for it."""
+        """Wait for the save, and return its error unless the error was read before."""
         asked = self._asked
         error = self.exception()
         return None if asked else error

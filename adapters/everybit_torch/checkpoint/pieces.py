@@ -17,7 +17,7 @@ from everybit_torch.optim import Own, load_all
 
 
 class PieceParts:
-    """This rank's elements of each parameter that is trained, and of each entry of its state; and all of what is in no buffer."""
+    """This rank's elements of each trained parameter and of each entry of its state, and all tensors that are in no buffer."""
 
     def __init__(self, stepper: BufferStepper) -> None:
         self._stepper, self._optimizer = stepper, stepper.as_optimizer()
@@ -35,7 +35,7 @@ class PieceParts:
                 self._names.setdefault(first[parameter], []).append(name)
 
     def model(self) -> Flat:
-        """Return what this rank steps of the weights, and what is in no buffer."""
+        """Return the weights that this rank steps, and the tensors that are in no buffer."""
         found: Flat = {}
         for own, place in self._places.values():
             held: Tensor = ShardTensor(own[place.start : place.stop], place.spec.shape, place.offset)
@@ -67,7 +67,7 @@ class PieceParts:
         return found
 
     def kept(self) -> dict[str, list[Entry]]:
-        """Return the entries of each parameter that has elements, of which this rank may have none."""
+        """Return the entries of each parameter that has elements, even if this rank has no elements of it."""
         found: dict[str, list[Entry]] = {}
         for one in self._optimizer.own.own():
             _, place = self._places[id(one.parameter)]

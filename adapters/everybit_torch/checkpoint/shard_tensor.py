@@ -12,7 +12,7 @@ from torch import Tensor
 from everybit_torch.checkpoint.boxes import Box, boxes
 from everybit_torch.torch_internals.tensors import wrapper
 
-# Who saves or loads one has imported these; they take longer than torch.distributed, and a stepper need not wait for them.
+# A program that saves or loads has imported these. They take longer than torch.distributed, and a stepper need not wait for them.
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ShardTensor(torch.Tensor):
     """Elements ``low`` to ``high`` of a tensor, which has the shape and dtype of the whole.
 
-    ``torch.distributed.checkpoint`` saves and loads it, in any other cut too: nothing is sent for that, what the cut is follows from the
+    ``torch.distributed.checkpoint`` saves and loads it, in any other cut too. No communication is needed: the cut follows from the
     layout. It cannot be computed with.
     """
 

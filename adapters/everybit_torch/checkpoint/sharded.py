@@ -2,13 +2,13 @@
 
 Everything is stored under the names that a model and its :class:`~everybit_torch.TorchOptimizer` have in DCP's own state dicts, in the
 parameters' shapes and in exactly the stored dtypes: ``model.<name>`` and ``optimizer.state.<name>.<entry>``, all of it tensors. So
-what a stepper saved under one strategy is read under another, by another number of ranks, or by a plain or FSDP2 model, residuals included.
+a checkpoint of one strategy is read under another, by another number of ranks, or by a plain or FSDP2 model, residuals included.
 
-A checkpoint's directory holds a directory for each save, and a file ``latest`` that names the one that is whole. That file is replaced
+A checkpoint's directory holds a directory for each save, and a file ``latest`` with the name of the complete save. That file is replaced
 when every rank has written, so a rank that is killed while it saves leaves the previous checkpoint in place.
 
-Every piece has a checksum, which is compared by whoever reads it (see :mod:`~everybit_torch.checkpoint.storage`); reading runs no code
-from a checkpoint. What is loaded is put aside first, in the host's memory, and taken over when all ranks have all of it.
+Every piece has a checksum, which is compared when it is read (see :mod:`~everybit_torch.checkpoint.storage`); reading runs no code
+from a checkpoint. Loaded values are put aside first, in the host's memory, and taken over when all ranks have all of them.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def save_sharded(
         path: A directory that all ranks can access, the same on every rank; created if it does not exist.
         asynchronous: Copy to the host's memory, and write in the background. Training goes on at once: its next step waits for the copies,
             on the device. The memory is kept for the next asynchronous save; ``stepper.staging.free()`` and ``stepper.close()`` give it
-            back. The next save waits for this one, and raises what went wrong with it unless somebody has asked for its ``result()``.
+            back. The next save waits for this save, and raises its error unless its ``result()`` was read.
         keep: The number of earlier checkpoints to keep.
 
     Returns:
         A handle that is done when every rank has written, and has the directory of this checkpoint; without ``asynchronous`` it is done.
-        Its ``result()`` raises the error if the save failed: the previous checkpoint is then in place, and nothing of this one is left.
+        If the save failed, its ``result()`` raises the error; the previous checkpoint is then in place, and no file of this one is left.
 
     Raises:
         OSError: Some rank cannot write (the disk is full), or could not in the background; the message names the rank and the file, and
@@ -168,8 +168,8 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     checksums before anything is changed, on any rank; this needs memory for one more copy of this rank's part on the host.
 
     Args:
-        stepper: For the same model, transform and policy.
-        path: The directory of :func:`save_sharded`; or one that ``dcp.save`` wrote with the same names, which cannot be verified, as a
+        stepper: A stepper of the same model, transform and policy.
+        path: The directory of :func:`save_sharded`, or of ``dcp.save`` with the same names, which cannot be verified, as a
             warning says.
         hyperparameters: Load those that were saved under a param group's label, or for its parameters if there is no such label. False:
             keep the stepper's.
@@ -178,7 +178,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         FileNotFoundError: There is no checkpoint, or a file of it is missing.
         OSError: A file cannot be read.
         ValueError: It is damaged, or of another model, transform or policy; the message names the file, or what differs. In all cases
-            nothing is changed on any rank.
+            no rank's state is changed.
     """
     stepper.engine.completeness.require_open("load_sharded")
     _warn_of_pending(stepper)
@@ -211,7 +211,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
 
         settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
-        # All ranks have everything, and nothing is refused from here on.
+        # All ranks have everything. From here on no rank raises.
         stepper.staging.order()
         parts.take_over(own, aside)
         for param_group, values in zip(optimizer.param_groups, settings, strict=False):
@@ -226,18 +226,18 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
 def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | os.PathLike[str]) -> None:
     """Continue from a stepper's checkpoint with a plain or FSDP2 model and its optimizer. Every rank has to call it.
 
-    As :func:`load_sharded`, everything is read and compared with its checksums before anything is changed, on any rank. What is put aside
-    for that lies where the model and the state do.
+    As in :func:`load_sharded`, everything is read and compared with its checksums before anything is changed, on any rank. The copies
+    lie where the model and the state do.
 
     Args:
-        model: With its parameters in place.
+        model: The model, with its parameters in place.
         optimizer: Over all of them, with the transform and the policy that the checkpoint was written under. Its hyperparameters stay.
-        path: As :func:`load_sharded`'s.
+        path: The directory, as for :func:`load_sharded`.
 
     Raises:
         FileNotFoundError: There is no checkpoint, or a file of it is missing.
         OSError: A file cannot be read.
-        ValueError: It is damaged, or does not fit; the message names the file, or what differs. In all cases nothing is changed.
+        ValueError: It is damaged, or does not fit; the message names the file, or the difference. In all cases the model is unchanged.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
@@ -276,7 +276,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
 
         on_all(judge, group)
         _verify_rest(found, aside, group)
-        # All ranks have everything; nothing is refused from here on but a transform that steps what is apart in the model.
+        # All ranks have everything. From here on the only refusal is of a transform that steps slices of the model apart.
         on_all(lambda: optimizer.own.number_elements(model.parameters()), group)
         set_model_state_dict(model, {name: aside.get(f"model.{name}", value) for name, value in weights.items()})
         load_all(optimizer.own, given)
@@ -284,10 +284,10 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
 
 
 def _require_counts(optimizer: TorchOptimizer, given: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Refuse counts that are none.
+    """Refuse values that are no counts.
 
     Raises:
-        ValueError: One is none; nothing is changed.
+        ValueError: A value is no count; the optimizer is unchanged.
     """
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for parameter, entries in given.items():
@@ -316,7 +316,7 @@ def _verify_rest(found: Inventory, read: Mapping[str, Tensor], group: dist.Proce
     """Compare the checksums of what no rank had a use for, too: a file with a flipped bit is not to be trusted."""
 
     def verify() -> None:
-        # What other ranks have read is theirs: names of parameters and their state are the same on all.
+        # Other ranks have the same parameters and state, so that the names on one rank are enough.
         for name in found.tensors if _is_first(group) else ():
             if name not in read and not name.startswith(("model.", "optimizer.state.")):
                 for piece in found.tensors[name].pieces:
@@ -352,7 +352,7 @@ def _raise_pending(stepper: FlatStepper) -> None:
     """Wait for a save that is under way.
 
     Raises:
-        Exception: It failed, and nobody has asked.
+        Exception: It failed, and its error was not read.
     """
     error = _unseen(stepper)
     if error is not None:
@@ -362,7 +362,7 @@ def _raise_pending(stepper: FlatStepper) -> None:
 
 
 def _warn_of_pending(stepper: FlatStepper) -> None:
-    """Wait for a save that is under way, and say if it failed and nobody has asked: the checkpoint before it is what one wants then."""
+    """Wait for a save that is under way, and warn if it failed and its error was not read. The checkpoint before it is then loaded."""
     if (error := _unseen(stepper)) is not None:
         notices.warn(f"the last asynchronous save failed, and the checkpoint before it is in place: {error}")
 

@@ -3,7 +3,7 @@
 A file is written beside its place, brought to the disk, read back and renamed, which file systems do at once or not at all (POSIX
 ``rename``); then the directory is brought to the disk as well.
 
-What a killed process left half-written is removed at the next save to the same place. Whether somebody still writes a partial file is
+A half-written file of a killed process is removed at the next save to the same place. Whether a partial file is still being written is
 told by a lock (``flock``), which ends with its process. On file systems without such locks (Lustre mounted without them, some NFS and
 FUSE) it is told by its age: see :data:`ABANDONED_AFTER`.
 """
@@ -40,18 +40,18 @@ A writer that was only slow gets an error then, and the previous file is as it w
 def save_checkpoint(contents: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write ``contents``, such as ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``, to a file, atomically.
 
-    At every moment ``path`` is the previous checkpoint or this one, whole: also if the process is killed, the machine stops or the disk
-    is full. Several processes may save to one path, which then holds the checkpoint of one of them. A symbolic link is kept, and its
-    target is replaced.
+    At every moment ``path`` is the previous checkpoint or this checkpoint, complete, also if the process is killed, the machine stops or
+    the disk is full. Several processes may save to one path, which then holds the checkpoint of one of them. A symbolic link is kept, and
+    its target is replaced.
 
     Args:
         contents: Nested dicts and lists of tensors, numbers and strings: what ``torch.load(weights_only=True)`` reads.
         path: The file. Its directory has to exist.
 
     Raises:
-        TypeError: ``contents`` holds what could not be loaded; the message names where. Nothing is changed.
-        ValueError: ``contents`` is nested too deeply to be written. Nothing is changed.
-        OSError: The file cannot be written (the disk is full, ``path`` is a device, a pipe or a socket); the previous one is as it was.
+        TypeError: ``contents`` has a value that could not be loaded; the message names its place. The file is unchanged.
+        ValueError: ``contents`` is nested too deeply to be written. The file is unchanged.
+        OSError: The file cannot be written (the disk is full, ``path`` is a device, a pipe or a socket); the previous file is unchanged.
     """
     if not isinstance(contents, Mapping):
         raise TypeError(
@@ -115,7 +115,7 @@ def load_checkpoint(
         # EINVAL: a seek to where a damaged part points.
         if isinstance(error, OSError) and error.errno is not None and error.errno != errno.EINVAL:
             raise with_message(error, f"{path}: cannot be read: {os.strerror(error.errno)}.") from error
-        # zipfile says what it finds in many ways, and has no list of them
+        # zipfile raises many kinds of errors, and documents no list of them
         raise ValueError(f"{path}: is no checkpoint, or was cut off ({error}).") from error
     if damaged is not None:
         raise ValueError(f"{path}: bits have changed since it was written: the checksum of {damaged!r} differs.")
@@ -138,7 +138,7 @@ def replace_file(
     Raises:
         FileNotFoundError: The directory does not exist.
         IsADirectoryError: ``path`` is a directory.
-        OSError: ``path`` is a device, a pipe, a socket or a loop of symbolic links; or the file cannot be written. What was there is as
+        OSError: ``path`` is a device, a pipe, a socket or a loop of symbolic links; or the file cannot be written. The file is then as
             it was.
     """
     target = _target(path)
@@ -191,7 +191,7 @@ class FailingStream:
         file: Open for writing.
 
     Attributes:
-        error: What a write raised; None if none did.
+        error: The error of a failed write; None if every write succeeded.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -219,7 +219,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
     """The file that is to be replaced: a symbolic link's target.
 
     Raises:
-        OSError: It is none that can be replaced; the message says what it is.
+        OSError: The path cannot be replaced; the message says why.
     """
     try:
         mode = os.stat(path).st_mode
@@ -311,7 +311,7 @@ def _require_own(partial: Path, descriptor: int) -> None:
 
 
 def _remove_abandoned(target: Path, own: Path, *, now: float) -> None:
-    """Remove what killed processes left behind: what can be locked, or has not been written to for long where nothing can be.
+    """Remove files of killed processes: those that can be locked, or that are old where the file system has no locks.
 
     ``now`` is the file system's.
     """

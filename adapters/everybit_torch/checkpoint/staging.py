@@ -15,10 +15,10 @@ from everybit_torch.checkpoint.shard_tensor import ShardTensor
 
 
 class StagingMemory:
-    """The memory in which asynchronous saves of one stepper have what they write: a tensor of the host's for each that is saved.
+    """The memory of a stepper's asynchronous saves: a tensor on the host for each tensor that is saved.
 
     It is allocated by the first of them and used again by the next. Where the model's device has streams it is pinned, and filled by
-    copies on a stream of their own, so that nothing is allocated on the device.
+    copies on a stream of their own, so that the device allocates no memory.
 
     Args:
         device: The model's.
@@ -36,18 +36,18 @@ class StagingMemory:
         return sum(memory.nbytes for memory in self._memory.values())
 
     def free(self) -> None:
-        """Give the memory back; the next asynchronous save allocates it again. A save that is under way keeps what it writes."""
+        """Give the memory back; the next asynchronous save allocates it again. A save under way keeps its tensors."""
         self._memory = {}
 
     @in_plain_mode
     def copy(
         self, parts: Mapping[str, Tensor], is_shown: Callable[[str, Tensor], bool]
     ) -> tuple[dict[str, Tensor], Any]:
-        """Start to copy tensors to the staging memory, which nobody reads now.
+        """Start to copy tensors to the staging memory, which no other code reads.
 
         Args:
             parts: By name. The same memory under several names is copied once.
-            is_shown: Whether a tensor is one that users write to, at any time: what is queued on the present stream next comes after its
+            is_shown: Whether users may write to a tensor at any time: work queued on the present stream next comes after its
                 copy. What only the stepper writes to is written after :meth:`order`.
 
         Returns:
@@ -75,7 +75,7 @@ class StagingMemory:
         return {name: found[name] for name in parts}, self._copied
 
     def order(self) -> None:
-        """Order what is queued on the present stream from here on after the copies. The host does not wait."""
+        """Order work that is queued on the present stream from here on after the copies. The host does not wait."""
         streams.come_after(self._copied, self._device)
 
     def _room_for(self, name: str, source: Tensor) -> Tensor:

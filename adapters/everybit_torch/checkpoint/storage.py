@@ -49,7 +49,7 @@ class _Written(NamedTuple):
 
 
 class _Checksum(FailingStream):
-    """Counts and sums up what goes through."""
+    """Counts the bytes written, and their checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
@@ -73,10 +73,10 @@ class CheckedWriter(StorageWriter):
         self.folder = folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer keeps no state between saves."""
+        """A no-op: a writer keeps no state between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: files are made when data is written."""
+        """A no-op: files are made when data is written."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return this rank's plan as it is."""
@@ -162,7 +162,7 @@ class CheckedReader(StorageReader):
     """Reads the pieces that this rank needs, and compares their checksums.
 
     Args:
-        inventory: Of the checkpoint.
+        inventory: The checkpoint's inventory.
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -170,14 +170,14 @@ class CheckedReader(StorageReader):
         self._memory = bytearray()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader keeps no state between loads."""
+        """A no-op: a reader keeps no state between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """Return the metadata of the inventory, which was read and checked already."""
         return self.inventory.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: files are opened when data is read."""
+        """A no-op: files are opened when data is read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return this rank's plan as it is."""
@@ -258,9 +258,9 @@ def read_piece(inventory: Inventory, name: str, piece: Piece, room: Callable[[in
     """A piece's values, on the host, after comparing its checksum.
 
     Args:
-        inventory: Of the checkpoint.
-        name: Of the tensor.
-        piece: Of it.
+        inventory: The checkpoint's inventory.
+        name: The tensor's name.
+        piece: A piece of the tensor.
         room: Gives memory of at least so many bytes, to read the piece into.
 
     Raises:
@@ -301,13 +301,13 @@ def read_piece(inventory: Inventory, name: str, piece: Piece, room: Callable[[in
 
 
 def overlaps(inventory: Inventory) -> Iterator[str]:
-    """Names of tensors some of whose elements are in two pieces, so that others are in none: nobody vouches for what has no checksums."""
+    """Yield the names of tensors with overlapping pieces. Some of their elements are in two pieces, and others are missing."""
     for name, tensor in inventory.tensors.items():
         boxes = len(tensor.pieces), len(tensor.shape)
         low = torch.tensor([piece.offsets for piece in tensor.pieces], dtype=torch.int64).reshape(boxes)
         high = low + torch.tensor([piece.sizes for piece in tensor.pieces], dtype=torch.int64).reshape(boxes)
         for number in range(1, len(tensor.pieces)):
-            # Boxes meet if they do in every dimension. One without elements meets none.
+            # Boxes meet if they do in every dimension. A box without elements meets no other.
             meets = (torch.maximum(low[number], low[:number]) < torch.minimum(high[number], high[:number])).all(1)
             if bool(meets.any()):
                 yield name

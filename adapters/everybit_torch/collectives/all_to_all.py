@@ -21,8 +21,8 @@ class AllToAll:
     Attributes:
         what: The name of the vectors, for messages.
         shards: The ranks with other parts.
-        copies: The ranks with the same parts; None: there are none.
-        device: Of the vectors.
+        copies: The ranks with the same parts; None: no rank has them.
+        device: The device of the vectors.
         length: The number of elements that a rank sends to an owner: of the owner's replica, the owner, and the rank.
     """
 
@@ -74,7 +74,7 @@ class AllToAll:
         return [self.length(replica, owner, self.shards.rank) for owner in range(self.shards.size)]
 
     def _owned(self) -> list[int]:
-        """The number of elements that each rank sends to this one."""
+        """The number of elements that each rank sends to this rank."""
         return [self.length(self.replica, self.shards.rank, rank) for rank in range(self.shards.size)]
 
     def _send(self, parts: Sequence[Tensor], dtype: torch.dtype, given: list[int], received: list[int]) -> None:

@@ -77,7 +77,7 @@ class _Several:
 
 
 class _Copied:
-    """A collective whose result is copied when it is waited for."""
+    """A collective with a result that is copied when the host waits for it."""
 
     def __init__(self, pending: Pending, into: Tensor, result: Tensor) -> None:
         self._pending, self._into, self._result = pending, into, result
@@ -93,19 +93,19 @@ class _Copied:
 class Communicator:
     """The ranks of a process group, or this process alone.
 
-    A group of one rank takes the same paths as any other and sends nothing.
+    A group of one rank takes the same paths as any other, without messages.
 
     Args:
         group: The process group; None for one process alone.
-        near: The device of what is sent. Small tensors of a communicator's own lie there too, if they cannot lie on the host. Torch's
-            present device may be another.
-        owned: Whether the group was made here; :meth:`close`, or the end of this object, then leaves it to the next who needs one like it.
+        near: The device of the tensors that are sent. Small tensors of a communicator's own lie there too, if they cannot lie on the
+            host. Torch's present device may be another.
+        owned: Whether the group was made here. :meth:`close`, or the end of this object, then releases it for reuse.
 
     Attributes:
         size: Number of ranks.
-        rank: Of this process, in the group.
+        rank: The number of this process in the group.
         sent: Bytes that this rank sends, by collective, as a ring (all-gather, reduce-scatter, all-reduce) or a direct exchange
-            (all-to-all) sends them; of parts of different lengths what the ranks send on average.
+            (all-to-all) sends them; for parts of different lengths the mean over the ranks.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Communicator:
         return self._start("reduce_scatter", scatter, into, whole, what, sent=sent)
 
     def all_to_all(self, into: Tensor, whole: Tensor, what: str, lengths: Sequence[int] = ()) -> Pending:
-        """``into`` becomes, rank after rank, every rank's part for this one; ``lengths``: of the parts for each rank, if they differ."""
+        """Fill ``into``, rank after rank, with every rank's part for this rank. ``lengths``: of the parts for each rank, if they differ."""
         if self.size == 1:
             into.copy_(whole)
             return Done()
@@ -187,7 +187,7 @@ class Communicator:
     def exchange(
         self, into: Tensor, whole: Tensor, what: str, *, received: Sequence[int], given: Sequence[int]
     ) -> Pending:
-        """``into`` becomes, rank after rank, every rank's part for this one, of the lengths ``received``.
+        """Fill ``into``, rank after rank, with every rank's part for this rank, of the lengths ``received``.
 
         ``given``: the lengths of the parts of ``whole`` for each rank.
         """
@@ -210,7 +210,7 @@ class Communicator:
         return self._launch(f"all_reduce of {what}", lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True))
 
     def broadcast(self, x: Tensor, what: str, source: int = 0) -> None:
-        """``x`` becomes that of one of the group's ranks, by default the first."""
+        """Fill ``x`` with the values of the rank ``source`` of the group."""
         if self.size > 1:
             with self.explained(f"broadcast of {what}"):
                 dist.broadcast(x, group=self.group, group_src=source)
@@ -250,7 +250,7 @@ class Communicator:
     def for_host_memory(self) -> Communicator:
         """The same ranks, for tensors in the host's memory: over this group, if its backend takes them. Every rank has to call it.
 
-        :meth:`drain` waits for what was sent over either of the two alone.
+        :meth:`drain` waits for the collectives over either of the two alone.
         """
         if self.device != CPU:
             return self._new_group("gloo")
@@ -318,7 +318,7 @@ class Communicator:
 
     @contextmanager
     def explained(self, describe: str) -> Iterator[None]:
-        """Say of a collective that fails which one it was, and why that happens. Other errors (out of memory, ...) stay what they are."""
+        """Explain a collective's error: which collective failed, and why that happens. Other errors (out of memory, ...) pass unchanged."""
         try:
             yield
         except RuntimeError as error:

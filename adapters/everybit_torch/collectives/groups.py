@@ -1,8 +1,8 @@
 """Process groups that steppers make for themselves: each has an order of collectives of its own, and is used again when it is free.
 
-A group has threads and connections (with NCCL a communicator), so steppers that come and go must not leave one each. And none is destroyed
+A group has threads and connections (with NCCL a communicator), so that steppers reuse groups. And no group is destroyed
 alone: torch names a group by its ranks and by how many groups there are, and finds the other ranks' addresses under that name, so that
-a group that was made after another had been destroyed could be connected to what is not there any more.
+a group made after another was destroyed could be connected to the destroyed group.
 
 Ranks may have lost a stepper at different times, or seen a collective fail that completed elsewhere. So a group is used again only if it is
 free on all of its ranks. They find that out through the store that the process group was initialized with, and not by a collective: after
@@ -37,12 +37,12 @@ _ASKED: Counter[str] = Counter()  # how often it was asked which groups are free
 
 
 def take(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of these ranks that nobody else uses. Each of them has to call it.
+    """Take a group of these ranks for exclusive use. Collective.
 
     Args:
-        ranks: As in the world.
+        ranks: The ranks, as numbered in the world.
         backend: Its backend, or several by device.
-        timeout: Of its collectives; None: the backend's.
+        timeout: The timeout of its collectives; None: the backend's.
     """
     world, kind = dist.group.WORLD, (tuple(ranks), backend, timeout)
     assert world is not None
@@ -78,7 +78,7 @@ def _free_everywhere(known: Sequence[_Made], ranks: Sequence[int], timeout: time
 
 
 def give_back(group: dist.ProcessGroup, under_way: Sequence[object] = ()) -> None:
-    """Release a group that this rank no longer uses. It is used again if no collective is under way in it, and none has failed."""
+    """Release a group that this rank no longer uses. It is used again unless a collective is under way in it, or has failed."""
     for one in _MADE:
         if one.group is group:
             one.idle = not under_way and not one.spoiled

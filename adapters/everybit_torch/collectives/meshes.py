@@ -18,11 +18,11 @@ def communicators(mesh: Mesh, near: torch.device | None = None) -> tuple[Communi
 
     Args:
         mesh: The mesh.
-        near: The device of what they send.
+        near: The device of the tensors that are sent.
 
     Raises:
-        TypeError: It is none.
-        ValueError: A mesh of more than two dimensions; or none, in one of several processes that have no process group.
+        TypeError: It is no mesh.
+        ValueError: A mesh of more than two dimensions; or no mesh, in several processes without a process group.
     """
     if mesh is None:
         _require_group()
@@ -48,7 +48,7 @@ def sizes_of(mesh: Mesh) -> tuple[int, int]:
     """The number of outer and of inner ranks of a mesh; without one, this process alone.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is no mesh.
         ValueError: A mesh of more than two dimensions.
     """
     if mesh is None:

@@ -1,10 +1,10 @@
 """One reduction for every strategy: partial sums in, the sum over the ranks in the main gradient, at the main gradient's precision.
 
-What is sent is always summed, never averaged: a mean on the wire rounds each summand by ``1 / N`` first, in the wire's dtype, which
+Collectives always sum, and never average: a mean on the wire rounds each summand by ``1 / N`` first, in the wire's dtype, which
 for three ranks and bfloat16 is off by 0.2 % every time. The divisor is applied once, to the sum.
 
 With an exact wire every rank receives the others' parts as they are (all-to-all) and adds them up in float64, so that the sum is
-rounded once, to the main gradient: the error of a ring in bfloat16 grows with the root of the number of ranks (2.7 % at 512), this one
+rounded once, to the main gradient. The error of a ring in bfloat16 grows with the root of the number of ranks (2.7 % at 512); this error
 does not grow. It sends as many bytes as a ring does. On a mesh of two dimensions the sums over the inner ranks are sent on as the main
 gradient holds them, and are added up in float64 again: rounded once in each dimension.
 
@@ -60,7 +60,7 @@ class Wire:
     """How gradients are sent between ranks.
 
     Attributes:
-        dtype: What they are sent in.
+        dtype: The dtype on the wire.
         exact: Whether they are summed at the receiver, in float64, and not on the way, in ``dtype``.
         prescale: A power of two that gradients are multiplied by before they are sent, and the sum is divided by: a sum of float16 numbers
             on the way overflows at 65504.
@@ -72,7 +72,7 @@ class Wire:
 
     @classmethod
     def of(cls, resolved: Resolved, ranks: int) -> Wire:
-        """Return the wire of a policy between so many ranks. One rank adds nothing up; float32 and wider are summed by the library."""
+        """Return the wire of a policy between so many ranks. One rank sums no values; the library sums float32 and wider dtypes."""
         dtype = torch_dtype(resolved.grads_comm)
         exact = resolved.reduce == "fp32" and dtype.itemsize < 4 and ranks > 1
         half = dtype is torch.float16 and not exact
@@ -82,9 +82,9 @@ class Wire:
     def pair(cls, resolved: Resolved, inner: int, outer: int) -> tuple[Wire, Wire]:
         """Return the wires of the inner and of the outer dimension of a mesh with so many ranks.
 
-        What the outer ranks send are sums over the inner ones. If those are exact, they are sent as the main gradient holds them, and added
-        up at the receiver as well: rounding them to the wire's 16 bits would lose again what the exact sum has gained. They are
-        ``1 / inner`` of the gradient. One inner rank adds nothing up, and the outer ranks are then what the ranks of one dimension are.
+        The outer ranks send sums over the inner ranks. Exact sums are sent in the main gradient's dtype, and summed
+        at the receiver as well: rounding them to the wire's 16 bits would lose the gain of the exact sum. They are
+        ``1 / inner`` of the gradient. With one inner rank there is no sum yet, and the outer ranks are treated as ranks of one dimension.
         """
         within = cls.of(resolved, inner)
         if within.exact and outer > 1:
@@ -118,10 +118,10 @@ class Reduction:
 
     Attributes:
         pending: The collective.
-        install: Puts what it gave into the main gradient.
-        sent: What is sent, if nobody else needs it: its memory is given back as soon as may be.
-        received: What is received, where that is elsewhere.
-        after: What comes then.
+        install: Puts the result into the main gradient.
+        sent: The sent tensor, if it is not used elsewhere: its memory is given back as early as possible.
+        received: The received tensor, if it is not the result.
+        after: The next reduction.
     """
 
     pending: Pending
@@ -174,11 +174,11 @@ def reduce_scatter_into(
         communicator: The ranks.
         wire: How ``partial`` travels.
         mode: ``"copy"`` the sum over the present values, or ``"add"`` it to them.
-        divisor: What the result, with the values before it, is divided by; None if more is to come.
-        owned: Nobody needs ``partial`` any more; its memory is given back.
-        what: For error messages.
-        fused: Adds up what an exact wire has received, if it can.
-        lengths: Of the ranks' parts, if they differ.
+        divisor: A divisor of the result, with the values before it; None if another sum follows.
+        owned: Whether ``partial`` is used no more; its memory is given back.
+        what: A description for error messages.
+        fused: A compiled sum of the parts that an exact wire received.
+        lengths: The lengths of the ranks' parts, if they differ.
     """
     count, rank = communicator.size, communicator.rank
     received = None
@@ -315,9 +315,9 @@ def accumulate(into: Tensor, gradient: Tensor, *, mode: Mode, scale: float = 1.0
 
     Args:
         into: 1-d, contiguous.
-        gradient: Of any shape, strides and floating dtype.
+        gradient: A tensor of any shape, strides and floating dtype.
         mode: Whether it replaces the present values, or is added to them.
-        scale: What it is multiplied by.
+        scale: A factor.
     """
     if scale == 1.0 and (mode == "copy" or gradient.dtype is into.dtype):
         shaped = into.view(gradient.shape)

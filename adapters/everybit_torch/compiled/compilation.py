@@ -31,17 +31,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DeclinedError(Exception):
-    """Torch's compiler did not compile, and called the function itself: nothing was written."""
+    """Torch's compiler ran the function uncompiled. No input was written."""
 
 
 def compile_step(function: F, began: Callable[[Callable[..., Any], Sequence[Any]], None]) -> F:
     """``function`` compiled as a whole, with coefficients made before the loop and bits handled in vectors.
 
-    ``began`` is called when compiled code begins to run, with it and its arguments: what is raised before that was raised by the compiler,
-    and nothing was written. ``function`` runs compiled or not at all.
+    ``began`` is called with the compiled code and its arguments, when it begins to run. An error before that is the compiler's,
+    and no input was written. ``function`` runs compiled or not at all.
 
     Raises:
-        DeclinedError: From the compiled function, where torch would run ``function`` uncompiled.
+        DeclinedError: The compiled function raises it where torch would run ``function`` uncompiled.
     """
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -54,7 +54,7 @@ def compile_step(function: F, began: Callable[[Callable[..., Any], Sequence[Any]
         return run
 
     def step(*args: Any) -> Any:
-        # Switched off, or inside of a dispatch mode, torch runs what it was to compile, and raises afterwards, if at all. A caller that
+        # Switched off, or inside of a dispatch mode, torch runs the function uncompiled, and raises afterwards, if at all. A caller that
         # then steps uncompiled would take the step a second time.
         if not torch.compiler.is_dynamo_compiling():
             raise DeclinedError
@@ -81,7 +81,7 @@ def let_length_vary(tensors: Sequence[Tensor]) -> None:
 def know_whole_lines(tensors: Sequence[Tensor]) -> None:
     """Make one code for vectors on an accelerator of lengths that are multiples of :data:`WHOLE`, and one for others.
 
-    It is called in what is compiled, with all tensors. Of a length of which it knows nothing a compiler has to assume that elements
+    It is called inside the compiled function, with all tensors. Without it a compiler has to assume of an unknown length that elements
     cannot be loaded together: threads then load two bytes at a time, and not sixteen.
     """
     for tensor in tensors:
@@ -103,7 +103,7 @@ def cause(error: BaseException) -> str:
     """Why something was not compiled, in one line."""
     inner = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(inner).splitlines()]
-    # torch wraps what its code generator raises: "backend='...' raised:" says nothing yet.
+    # torch wraps errors of its code generator: "backend='...' raised:" does not name the cause.
     text = next((line for line in lines if line and not line.endswith("raised:")), "")
     return f"{type(inner).__name__}: {text}" if text else type(inner).__name__
 

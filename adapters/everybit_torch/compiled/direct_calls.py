@@ -1,9 +1,9 @@
-"""Calls of compiled code without the compiler's own look at everything that the code was made for.
+"""Calls of compiled code without Dynamo's guards.
 
-Before each call Dynamo makes sure that nothing has changed on which its code depends: of the inputs, and of all Python objects that the
-traced functions touched. That takes twice as long as a step of ten thousand elements. The inputs of a step are of a few kinds only, and
-of a transform, a policy and numbers that are all of this library nothing can change; so here a step's inputs are told apart by what is
-quickly looked at, and where they are of a kind for which the code ran before, it is called at once. All else goes through Dynamo.
+Before each call Dynamo's guards compare the inputs, and all Python objects that the traced functions read, with those of the trace. That
+takes twice as long as a step of ten thousand elements. The inputs of a step are of a few kinds only, and this library's transforms,
+policies and numbers cannot change. So a step's inputs are told apart by a few quick comparisons. Inputs of a kind for which the code ran
+before go straight to the compiled code, and all others go through Dynamo.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DirectCalls:
             given: Those that are tensors.
             first: The indices of the elements.
             totals: The totals of requests.
-            segment: What has this tensor and this state, and the same tensors of the state at every step.
+            segment: The owner of this tensor and this state, with the same tensors of the state at every step.
         """
         (tensor,), (grad,) = tensors, grads
         last = self._remembered.get(segment) if segment is not None else None
@@ -145,7 +145,7 @@ def _kind(inputs: Sequence[Tensor]) -> _Kind | None:
     kind = []
     for x in inputs:
         vector = x.ndim == 1
-        # Dynamo traces, and code is made, for plain tensors of which no gradient is asked.
+        # Dynamo traces for plain tensors that require no gradient, and code is made for these.
         if (
             x.requires_grad
             or type(x) is not Tensor
@@ -171,12 +171,12 @@ def _places(
         for x in arguments
     ]
     found = [place for place in places if place is not None]
-    # Code with a constant length would have been made for this one alone.
+    # Code with a constant length would have been made for this length alone.
     return (compiled, found) if len(found) == len(places) and _LENGTH in found else None
 
 
 def is_settled(value: object) -> bool:
-    """Whether nothing can change that code depends on which was made for ``value``: it is a constant, or of this library throughout."""
+    """Whether code that was made for ``value`` stays valid: it is a constant, or of this library throughout."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return True
     if isinstance(value, (tuple, list)):
@@ -184,7 +184,7 @@ def is_settled(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(map(is_settled, value.values()))
     if callable(value) and not is_dataclass(value):
-        # A function, whose cells and globals are the library's.
+        # A function with the library's cells and globals.
         return _is_of_library(value) and not getattr(value, "__closure__", None)
     return (
         is_dataclass(value)

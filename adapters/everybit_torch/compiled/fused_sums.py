@@ -1,4 +1,4 @@
-"""The sum of what ranks have sent, rounded once, as one kernel: it reads each part once, and writes the result.
+"""The rounded sum of the received parts as one kernel: it reads each part once, and writes the result.
 
 Without a compiler every operation of it is a kernel, with scratch in float64 between two of them (see :mod:`.collectives.reduction`). The
 operations and their order are the same, and so are the bits.
@@ -28,9 +28,9 @@ class _Kind(NamedTuple):
         ranks: How many parts it adds up.
         adds: Whether the present values are in the sum.
         divides: Whether the sum is divided.
-        scale: Of the sum of the parts.
-        first: Whether nothing was added up before.
-        last: Whether nothing is to be added up after it.
+        scale: A factor for the sum of the parts.
+        first: Whether there is no earlier sum.
+        last: Whether no further sum follows.
     """
 
     ranks: int
@@ -45,7 +45,7 @@ _Key = tuple[torch.dtype, torch.dtype, _Kind]
 
 
 class FusedSums:
-    """Compiled sums of parts, one for each kind of sum: by dtypes, the number of parts, and what is done to the sum.
+    """Compiled sums of parts, one for each kind of sum: by dtypes, number of parts, and operations on the sum.
 
     Args:
         device: Where the parts lie.
@@ -63,11 +63,11 @@ class FusedSums:
             main: 1-d, of ``n`` elements.
             parts: ``(ranks, n)``, contiguous.
             adds: Whether the values of ``main`` are in the sum.
-            by: float64, one element; None: nothing is divided.
-            scale: Of the parts.
+            by: A divisor, float64, one element; None: there is no division.
+            scale: A factor for the sum of the parts.
 
         Returns:
-            Whether it was done. If not, nothing was written: there is no compiler for it here.
+            Whether it was done. If not, no tensor was written: there is no compiler for it here.
         """
         if not self._usable or main.numel() < 2:
             return False
@@ -113,7 +113,7 @@ class FusedSums:
 
 
 def sum_of(kind: _Kind) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]:
-    """The function that is compiled for a kind of sum; what was added up before is carried in float64."""
+    """The function that is compiled for a kind of sum; earlier sums are carried in float64."""
     ranks, adds, divides, scale, first, last = kind
 
     def add_up(main: Tensor, parts: Tensor, by: Tensor | None, carried: Tensor | None) -> None:

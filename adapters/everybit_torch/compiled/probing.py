@@ -67,7 +67,7 @@ def needed_as_numbers(
 
     if works(make_and_step, candidates):
         return set()
-    # Where a transform does not work without values at all, it says nothing about the numbers; the factory may.
+    # A transform that does not work without values gives no information about the numbers; the factory may.
     for what in (make_and_step, make):
         if works(what, ()):
             found = {name for name in candidates if not works(what, (name,))}

@@ -69,7 +69,7 @@ class Inputs:
         due: Which periodic work is due, as far as the host says it.
         choices: Further keyword arguments of the body, which choose its code: names and hashable values.
         returns: Whether the body returns anything.
-        segment: What has this tensor and this state, and the same tensors of the state at every step; None: nothing is known to have.
+        segment: The owner of this tensor and this state, with the same tensors of the state at every step; None: there is no such owner.
     """
 
     tensors: list[Tensor]
@@ -122,7 +122,7 @@ class _Variant(Generic[R]):
     waits: int = 0
 
     def decline(self) -> None:
-        """Try again at the next step, and then ever more rarely: an attempt takes milliseconds, and torch keeps what it knows of it."""
+        """Try again at the next step, and then less and less often: an attempt takes milliseconds, and torch caches its results."""
         # Of a function that it once declined torch makes no code any more.
         self.run = self.make()
         self.declined += 1
@@ -169,7 +169,7 @@ class Variants(Generic[R]):
         numbers: Tensor,
         uncompiled: Callable[[], R],
     ) -> R:
-        """Run the body, which may step in place: compiled if that is possible, otherwise by ``uncompiled``, whose errors are then raised.
+        """Run the body, which may step in place: compiled if that is possible, otherwise by ``uncompiled``, and raise the latter's errors.
 
         Args:
             inputs: The arguments of the step.
@@ -324,7 +324,7 @@ class Variants(Generic[R]):
         return run if direct is None else cast(Body[R], direct)
 
     def _tell_of_compilation(self, inputs: Inputs, seconds: float) -> None:
-        """Say what a first step took, once for each group: on the log, because nothing is wrong."""
+        """Log the time of a first step, once for each group. It is no warning."""
         level = logging.INFO if self._told_of_compilation else self._level
         self._told_of_compilation = True
         _LOGGER.log(

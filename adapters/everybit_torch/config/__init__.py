@@ -62,7 +62,7 @@ __all__ = [
 
 
 def config_from_dict(kind: type[C], data: Mapping[str, Any]) -> C:
-    """A configuration from what :func:`config_to_dict` gives, or from a part of it: what is left out has its default.
+    """A configuration from the result of :func:`config_to_dict`, or from a part of it: missing fields have their defaults.
 
     Args:
         kind: ``OptimizerConfig``, ``StepperConfig``, or another dataclass with fields of the kinds that these have.
@@ -137,7 +137,7 @@ def policy_to_dict(policy: eb.Policy) -> dict[str, Any]:
 
 
 def policy_from_dict(data: Mapping[str, Any]) -> eb.Policy:
-    """A policy from what :func:`policy_to_dict` gives, or from a part of it: what is left out has its default.
+    """A policy from the result of :func:`policy_to_dict`, or from a part of it: missing fields have their defaults.
 
     Raises:
         ValueError: No table, a field that does not exist, or a value that it does not accept, of whatever type; the message begins with the

@@ -38,13 +38,13 @@ class Algorithm:
     """An optimizer's hyperparameters. A subclass names its function, and has the hyperparameters as fields, by torch's names.
 
     Attributes:
-        factory: From hyperparameters to a transform; in a subclass ``factory = staticmethod(my_optimizer)``.
+        factory: A function from hyperparameters to a transform; in a subclass ``factory = staticmethod(my_optimizer)``.
         optimizer: The torch optimizer with these arguments; None: a :class:`everybit_torch.TorchOptimizer` of the function.
-        meant: The field to propose for a name that is none, such as the core's ``learning_rate``.
+        meant: The field to propose for a name that is no field, such as the core's ``learning_rate``.
 
     Args:
         lr: Learning rate, at least zero.
-        weight_decay: At least zero.
+        weight_decay: Weight decay, at least zero.
         maximize: Ascend instead.
     """
 
@@ -66,7 +66,7 @@ class Algorithm:
         """The same without weight decay.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no weight decay.
         """
         if "weight_decay" not in self.hyperparameters():
             raise ValueError(
@@ -79,7 +79,7 @@ class Algorithm:
 
         Args:
             params: Parameters, or param groups.
-            model: The model that they are of, whose modules tell what is an embedding; None: their names alone do.
+            model: The parameters' model. Its modules tell which parameters are embeddings; None: their names alone do.
             options: Other arguments of :class:`everybit_torch.TorchOptimizer`, such as ``policy``.
         """
         params, factory = for_model(params, type(self).factory, model)
@@ -90,10 +90,10 @@ class Algorithm:
         return made
 
     def transform(self) -> eb.Transform[Any]:
-        """What a stepper computes updates with.
+        """Return the transform of a stepper.
 
         Raises:
-            TypeError: No factory, or one that does not take a field of the configuration.
+            TypeError: There is no factory, or it does not take a field of the configuration.
             ValueError: A hyperparameter out of range, by its field's name.
         """
         factory: Callable[..., eb.Transform[Any]] | None = getattr(type(self), "factory", None)
@@ -171,7 +171,7 @@ class SGDConfig(Algorithm):
     """Hyperparameters of :class:`everybit_torch.SGD`.
 
     Args:
-        momentum: Decay of the momentum; 0 keeps none.
+        momentum: Decay of the momentum; 0: no momentum.
         dampening: Not applied to the first gradient.
         nesterov: Look ahead; needs momentum, and zero dampening.
     """
@@ -190,7 +190,7 @@ class RMSpropConfig(Algorithm):
     Args:
         alpha: Decay rate of the running square, in [0, 1).
         eps: Added outside the root.
-        momentum: Decay of the momentum; 0 keeps none.
+        momentum: Decay of the momentum; 0: no momentum.
         centered: Divide by the root of the variance instead of the square.
     """
 
@@ -230,7 +230,7 @@ def _generated(entry: NamedOptimizer) -> type[Algorithm]:
             continue  # what a file cannot hold: a mask
         own.append((name, kinds[0] if len(kinds) == 1 else tuple[tuple(kinds)], defaults[name]))  # type: ignore[misc]
         meanings.append(f"    {name}: {' '.join(described.get(core, '') for core in cores).strip()}")
-    # Fields of the base that this optimizer does not have are none of files and flags.
+    # Fields of the base that this optimizer does not have are left out of files and flags.
     known = {name for name, _, _ in own}
     absent = [
         (one.name, bool if one.name == "maximize" else float, one) for one in fields(Algorithm) if one.name not in known
@@ -282,7 +282,7 @@ _GENERATED = {kind.__name__: kind for kind in ALGORITHMS.values()}
 
 
 def __getattr__(name: str) -> type[Algorithm]:
-    """The generated dataclasses by their names, as pickles ask for them."""
+    """Return a generated dataclass by its name, for unpickling."""
     if name not in _GENERATED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _GENERATED[name]
@@ -293,7 +293,7 @@ def algorithm(name: OptimizerName, **hyperparameters: Any) -> Algorithm:
 
     Args:
         name: One of :func:`everybit.optimizers`.
-        hyperparameters: By torch's names; what is not given has its default.
+        hyperparameters: Hyperparameters by torch's names; others have their defaults.
 
     Raises:
         TypeError: A hyperparameter that it does not have.

@@ -54,7 +54,7 @@ def _json(text: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table, whose keys come once; TOML asks that by itself."""
+    """Return a table, and refuse a key that comes twice, as TOML does."""
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
@@ -74,7 +74,7 @@ def _yaml(text: str) -> Any:
     yaml = _pyyaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
-        """SafeLoader, whose keys come once, and to which 3e-4 is a number, as it is in YAML 1.2."""
+        """A SafeLoader that refuses keys that come twice, and reads 3e-4 as a number, as YAML 1.2 does."""
 
     def table(loader: Any, node: Any) -> dict[str, Any]:
         return _once(loader.construct_pairs(node, deep=True))

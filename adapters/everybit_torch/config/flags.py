@@ -30,8 +30,8 @@ def config_from_flags(
 
     Args:
         kind: ``OptimizerConfig``, ``StepperConfig``, or a dataclass with such fields and others that tyro takes.
-        arguments: By default those of the process.
-        default: What is not given; None: the defaults of ``kind``.
+        arguments: The command line; by default that of the process.
+        default: Values of the fields that are not given; None: the defaults of ``kind``.
         prog: The program's name in its help.
 
     Raises:

@@ -22,7 +22,7 @@ _OWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRule:
-    """The policy of the parameters whose names match a pattern.
+    """A policy for the parameters with names that match a pattern.
 
     Args:
         pattern: Of names as ``model.named_parameters()`` has them, with ``*``, ``?`` and ``[...]`` as in names of files: ``"*.norm.*"``.
@@ -38,10 +38,10 @@ class PolicyRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyByName:
-    """A policy for each parameter by its name: that of the first rule whose pattern matches, or ``otherwise``.
+    """A policy for each parameter by its name: that of the first rule with a matching pattern, or ``otherwise``.
 
     Args:
-        rules: In order.
+        rules: The rules, in order.
         otherwise: The policy of the parameters that no pattern matches, or a preset's name.
     """
 
@@ -53,7 +53,7 @@ class PolicyByName:
         object.__setattr__(self, "otherwise", with_name_resolved(self.otherwise))
 
     def build(self) -> eb.ByLabel:
-        """Return the policy, for a model whose parameters are given with their names."""
+        """Return the policy, for a model with parameters given with their names."""
         policies = {str(number): with_name_resolved(rule.policy) for number, rule in enumerate(self.rules)}
         return eb.by_label(
             FirstMatch(tuple(rule.pattern for rule in self.rules)),
@@ -71,7 +71,7 @@ class FirstMatch:
     patterns: tuple[str, ...]
 
     def __call__(self, path: str, parameter: Tensor) -> str:  # noqa: ARG002 (by_label's signature)
-        """Return the label of a parameter, whose path in a flat tree is ``['name']``."""
+        """Return the label of a parameter. Its path in a flat tree is ``['name']``."""
         name = path[2:-2] if path.startswith("['") and path.endswith("']") else path
         return next((str(n) for n, pattern in enumerate(self.patterns) if fnmatchcase(name, pattern)), OTHERWISE)
 
@@ -80,8 +80,8 @@ def require_matches(patterns: Mapping[str, str], names: list[str]) -> None:
     """Refuse patterns that no parameter's name matches.
 
     Args:
-        patterns: By the dotted path of each.
-        names: Of a model's parameters.
+        patterns: The patterns, by their dotted paths.
+        names: Names of a model's parameters.
 
     Raises:
         ValueError: The message begins with the path.

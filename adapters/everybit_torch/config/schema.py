@@ -1,4 +1,4 @@
-"""JSON Schema of what a file may hold, for editors and other programs."""
+"""JSON Schema of configuration files, for editors and other programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def schema_of(kind: type[Any], reader: Reader) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
 
     def one(hint: Any, *, none: bool = False) -> dict[str, Any]:
-        """The schema of a value; ``none``: None has to be said, since leaving the value out means something else."""
+        """Return the schema of a value; ``none``: None has to be written, since leaving the value out means something else."""
         special = reader.special(hint)
         if isinstance(special, Choice):
             return {

@@ -1,7 +1,7 @@
 """Frozen dataclasses from plain data and back, by their annotations: one description for reading, writing and JSON Schema.
 
-What an annotation may be: bool, int, float, str, a ``Literal``, a dataclass, a tuple, a sequence, a mapping from names, a union of these
-with None, and what ``kinds`` names: unions of dataclasses that a key of the table chooses among, and classes whose values have names.
+An annotation may be: bool, int, float, str, a ``Literal``, a dataclass, a tuple, a sequence, a mapping from names, a union of these
+with None, and the keys of ``kinds``: unions of dataclasses that a key of the table chooses among, and classes with named values.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Named:
     """Values of which some have names, such as presets; the others are written as tables.
 
     Attributes:
-        values: By name.
-        tables: The dataclasses that a table may be. It is the first of which it has a required field, and the last if it has none.
+        values: Values by name.
+        tables: The dataclasses that a table may be: the first with a required field that the table has, else the last.
     """
 
     values: Mapping[str, Any]
@@ -80,16 +80,16 @@ class Reader:
         return found
 
     def read_as(self, hint: Any, data: object, path: str) -> Any:
-        """As :meth:`read`, for any annotation."""
+        """Read any annotation, as :meth:`read` does."""
         return self._value(hint, data, path)
 
     def read_table(self, kind: type[T], data: object, path: str) -> T:
-        """As :meth:`read`, of a table alone, where a name would do as well."""
+        """Read a table alone, where a name would do as well."""
         found: T = self._table(kind, data, path)
         return found
 
     def table_of(self, value: object, path: str) -> dict[str, Any]:
-        """As :meth:`write`, as a table, where a name would do as well."""
+        """Write a table, where a name would do as well."""
         return self._fields(value, path)
 
     def special(self, hint: Any) -> Choice | Named | None:
@@ -187,7 +187,9 @@ class Reader:
     # -- out -------------------------------------------------------------------------------------------------------------------------
 
     def write(self, value: Any, path: str) -> Any:
-        """What :meth:`read` reads back. Fields that hold None are left out, as TOML has no None, or are "none" where it is not the default.
+        """Return data that :meth:`read` reads back.
+
+        TOML has no None. So a field with None is left out, or has the text "none" where None is not its default.
 
         Raises:
             ValueError: A value of a class that no file can name.
@@ -231,7 +233,7 @@ class Reader:
 
 
 def require_fields(kind: Any, given: Iterable[object], path: str, error: type[Exception] = ValueError) -> None:
-    """Refuse a name that is no field; the error proposes the field that is meant, if one is."""
+    """Refuse a name that is no field. The error proposes a field with a similar name."""
     known = [field.name for field in fields(kind)]
     for key in given:
         if key not in known:
@@ -241,7 +243,7 @@ def require_fields(kind: Any, given: Iterable[object], path: str, error: type[Ex
 
 
 def is_empty(value: object) -> bool:
-    """Whether a field's value is what leaving it out means: None, or a mapping of nothing."""
+    """Whether a field's value is that of a missing field: None, or an empty mapping."""
     return value is None or (isinstance(value, Mapping) and not value)
 
 
@@ -254,7 +256,7 @@ def made(kind: Callable[..., T], given: Mapping[str, Any], path: str) -> T:
     """An instance; what its class says against the values is said of their paths.
 
     Raises:
-        ValueError: Of the class.
+        ValueError: An error that the class raises.
     """
     try:
         return kind(**given)
@@ -274,7 +276,7 @@ def join(path: str, key: object) -> str:
 
 
 def accepted_of(hint: Any) -> str:
-    """What an annotation accepts, in a few words."""
+    """Describe the values that an annotation accepts, in a few words."""
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
@@ -291,7 +293,7 @@ def _has_default(field: Field[Any]) -> bool:
 
 
 def _member(values: tuple[Any, ...], data: object, path: str) -> Any:
-    # By type too: 8.0 equals 8, and is none of its bits.
+    # By type too: 8.0 equals 8, but is no accepted number of bits.
     if not any(type(data) is type(one) and data == one for one in values):
         meant = _meant(data, [one for one in values if isinstance(one, str)], cutoff=0.82)  # bfloat16 is not float64
         raise _refusal(path, data, ", ".join(map(repr, values)), meant=meant)

@@ -1,4 +1,4 @@
-"""What a file of configuration describes: an optimizer or a stepper, whole."""
+"""Configurations of an optimizer or a stepper, whole."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class OptimizerConfig:
             the algorithm works element by element.
         compile: Compile the step; ``"auto"``: of large groups, where there is a compiler.
         metrics: Measure every step.
-        seed: Of stochastic rounding.
-        unsafe: What is done with a policy under which a slot of the state would stop moving.
+        seed: The seed of stochastic rounding.
+        unsafe: The handling of a policy under which a slot of the state would stop moving.
 
     Raises:
         ValueError: A name of no preset.
@@ -62,10 +62,10 @@ class OptimizerConfig:
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
 
     def build(self, model: nn.Module) -> TorchOptimizer:
-        """Return the optimizer of the model's parameters, given with their names; frozen ones are left out.
+        """Return the optimizer of the model's parameters, given with their names; frozen parameters are left out.
 
         Args:
-            model: Whose ``named_parameters()`` the patterns are about.
+            model: The model. Patterns are matched with its ``named_parameters()``.
 
         Raises:
             TypeError: A parameter that is not a real floating-point tensor.
@@ -94,7 +94,7 @@ class StepperConfig(PlainOptions):
         policy: How parameters, state and gradients are stored and sent: a policy, a preset's name, one for each pattern of names, or None
             for float32 and float64 models stored as they are.
         no_decay: Patterns of the names of parameters that do not decay, such as ``"*.bias"``.
-        units: Names of classes of the model's modules, such as ``"Block"``, or of single modules, such as ``"layers.0"``, whose parameters
+        units: Names of classes of the model's modules, such as ``"Block"``, or of single modules, such as ``"layers.0"``. Their parameters
             are gathered and reduced together.
         ignored: Names of parameters and of modules that are left alone.
 
@@ -123,7 +123,7 @@ class StepperConfig(PlainOptions):
             mesh: The ranks; None: all of them, or this process alone.
 
         Raises:
-            ValueError: A pattern that matches no name, a unit that the model does not have, or what the stepper refuses.
+            ValueError: A pattern that matches no name, a unit that the model does not have, or an error of the stepper.
         """
         from everybit_torch.sharded.options import StepperOptions
         from everybit_torch.sharded.stepper import FlatStepper

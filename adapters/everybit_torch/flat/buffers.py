@@ -1,7 +1,7 @@
 """Flat weights and main gradients of one buffer on a rank, and how gradients travel.
 
 Gradients have three types, each of which only becomes the next: :class:`Partial`, the sums of this rank's own; :class:`Reduced`, sums over
-the inner ranks; and a final gradient, summed over all ranks and divided once. So none can be counted twice, or divided twice.
+the inner ranks; and a final gradient, summed over all ranks and divided once. So no gradient can be counted or divided twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FlatBuffer:
         buffer: The places of its parameters.
         parameters: The model's, by name; they become pieces of the weights.
         grads: How gradients are kept and sent.
-        sharding: What the inner ranks share out.
+        sharding: The tensors that the inner ranks share out.
         ranks: The inner and the outer ranks.
         fused: The compiled sum of values that an exact wire received, if there is one.
 
@@ -114,7 +114,7 @@ class Partial:
         """Begin the sum over the inner ranks.
 
         Args:
-            divisor: Of the sum over all ranks, if no other sum comes after this; else None.
+            divisor: The divisor of the sum over all ranks, if no other sum follows; else None.
         """
         sums, self._sums, of = self._sums, None, self._of
         assert sums is not None
@@ -148,7 +148,7 @@ class Partial:
 
 
 class Reduced:
-    """Sums over the inner ranks, maybe under way: they become final, or part of what a next :class:`Partial` becomes.
+    """Sums over the inner ranks, maybe under way: they become final, or a part of the next :class:`Partial`.
 
     Args:
         of: The buffer.

@@ -34,7 +34,7 @@ class Cycle(ABC):
     Args:
         model: The model.
         parameters: Those that are managed, by name, in the model's order.
-        ranks: The inner ranks, which hold different parts, and the outer ones, which hold copies.
+        ranks: The inner ranks, which hold different parts, and the outer ranks, which hold copies.
         device: On which they send.
         labelled: The labels of the parameters that are trained.
         nan: Which gradients that are not finite are looked for.
@@ -110,7 +110,7 @@ class Cycle(ABC):
         """Send gradients from now on as these policies say; return a function that undoes it.
 
         Raises:
-            ValueError: They cannot be sent so; nothing is changed.
+            ValueError: The dtype or the reduction cannot be used; the settings are unchanged.
         """
 
     # -- passes ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Judged:
     Attributes:
         options: The stepper's.
         ranks: The inner and the outer ranks.
-        device: Of the parameters.
+        device: The device of the parameters.
         parameters: Those that are managed, by name, in the model's order.
         labelled: The labels of those that are trained.
         buffers: Their places.
@@ -62,7 +62,7 @@ class Judged:
 
 
 def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> Judged:
-    """Look at all options, on all ranks. Nothing is changed.
+    """Check all options, on all ranks. The model is unchanged.
 
     Args:
         model: The model.
@@ -123,9 +123,9 @@ def laid_out(
         model: The model.
         parameters: Those that are managed, by name, in the model's order.
         labelled: The labels of those that are trained.
-        units: Modules whose parameters are reduced together, by name.
+        units: Modules by name. The parameters of each are reduced together.
         left_alone: The others, by id.
-        kind: What is sharded.
+        kind: The tensors that are sharded.
         sizes: The numbers of inner and outer ranks.
     """
     shares = kind.shares(sizes[0])
@@ -147,7 +147,7 @@ def _device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
 
 
 def _homes(model: nn.Module, units: Mapping[str, nn.Module], left_alone: Collection[int]) -> dict[int, str]:
-    """The innermost unit of each parameter, by id; the model's own for one that several units share."""
+    """The innermost unit of each parameter, by id; the model's own unit for a parameter of several units."""
     homes: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in left_alone:

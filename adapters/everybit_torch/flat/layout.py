@@ -7,7 +7,7 @@ length, and a share's edge may lie inside a parameter::
     shares      | rank 0              | rank 1              |
 
 If a format stores one number for a block of elements, each parameter begins at a multiple of a block, and so does each share. Where a
-transform must see whole tensors, each tensor lies in the share of one rank, and shares are as long as what is packed into them::
+transform must see whole tensors, each tensor lies in the share of one rank, and shares are as long as their tensors::
 
     parameters  | b b b b b | a a a a a a a c c c c . |
     shares      | rank 0    | rank 1                  |
@@ -34,12 +34,12 @@ class Spec:
         name: Its name in the model.
         shape: Its shape.
         dtype: Its dtype.
-        unit: The unit whose gradients are sent with its own.
+        unit: The unit. Its gradients are sent together.
         label: The label of its transform and policy.
         first: Global index of its first element in the model, from which random bits are drawn.
         block: Elements for which a format stores one number; 1: each has its own.
         is_whole: Whether its transform must see the whole tensor.
-        cost: What a step on it costs, compared with others; for tensors that stay whole.
+        cost: The relative cost of a step on it; for tensors that stay whole.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Place:
         return self.spec.first + self.offset
 
     def within(self, part: slice) -> Place:
-        """Return those in a part of the memory, with positions in that part; there may be none."""
+        """Return the places in a part of the memory, with positions in that part; maybe an empty list."""
         start = max(self.start, part.start)
         stop = max(min(self.stop, part.stop), start)
         offset = min(self.offset + start - self.start, self.offset + self.numel)
@@ -111,7 +111,7 @@ class Buffer:
 
     @property
     def uneven(self) -> tuple[int, ...]:
-        """The lengths of the shares, if they differ; else nothing."""
+        """The lengths of the shares, if they differ; else an empty tuple."""
         return self.lengths if len(set(self.lengths)) > 1 else ()
 
     def gaps(self, filled: Iterable[int]) -> list[slice]:

@@ -50,7 +50,7 @@ class LabelledGroups(GroupMaker):
         return arguments
 
     def options(self, values: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002  # a stepper makes its groups itself
-        """Return nothing: the transform of a label has its hyperparameters."""
+        """Return no hyperparameters: the transform of a label has them."""
         return {}
 
     def under(self, group: Group, values: Mapping[str, Any], arguments: dict[str, Any]) -> NoReturn:  # noqa: ARG002
@@ -78,7 +78,7 @@ class ShareOptimizer(TorchOptimizer):
 
     Args:
         labelled: The labels of the model.
-        parameters: The parameters to step, by name, in the model's order, including frozen ones.
+        parameters: The parameters to step, by name, in the model's order, frozen parameters included.
         groups: Makes its groups.
         step: The stepper's step.
         clear: Discards the gradients of a cycle.
@@ -123,7 +123,7 @@ class ShareOptimizer(TorchOptimizer):
         super().add_param_group(param_group)
 
     def require_hyperparameters(self, number: int, group: Mapping[str, Any]) -> None:
-        """Refuse values of a param group that cannot work; the present ones stay.
+        """Refuse values of a param group that cannot work; the present values stay.
 
         Raises:
             TypeError: A hyperparameter of another kind.
@@ -149,7 +149,7 @@ class ShareOptimizer(TorchOptimizer):
         return loss
 
     def eval(self) -> None:
-        """Do nothing, for a transform that evaluates the weights which it trains.
+        """A no-op for a transform that evaluates the weights which it trains.
 
         Raises:
             RuntimeError: It evaluates others, which the stepper gives to the model.

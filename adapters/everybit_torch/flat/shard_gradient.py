@@ -1,8 +1,8 @@
 """This rank's part of a parameter's gradient, as code written for whole gradients meets it.
 
-Most of what is done with gradients between the backward pass and the step goes element by element, and is right on a part. Two things are
-not, and every training loop has them: ``torch.amp.GradScaler`` looks for infinities, and ``torch.nn.utils.clip_grad_norm_`` measures the
-norm of all gradients. On parts of their own, ranks would skip different steps and scale by different norms. So these two ask all ranks.
+Most operations on gradients between the backward pass and the step go element by element, and are right on a part. Two are
+not, and are in every training loop: ``torch.amp.GradScaler`` looks for infinities, and ``torch.nn.utils.clip_grad_norm_`` measures the
+norm of all gradients. On parts of their own, ranks would skip different steps and scale by different norms. So these two reduce over ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class AllGradients:
 
     Args:
         axis: Sums and maxima over the ranks that have the other parts.
-        has_nonfinite: Whether one of this rank's parts has an element that is not finite: 0-d, on the device.
-        device: Where numbers are sent from.
+        has_nonfinite: Whether a part of this rank has an infinite or NaN element: 0-d, on the device.
+        device: The device from which numbers are sent.
     """
 
     def __init__(self, axis: eb.Axis, has_nonfinite: Callable[[], Tensor], device: torch.device) -> None:
@@ -43,7 +43,7 @@ class AllGradients:
         return self._nonfinite
 
     def norm(self, own: Tensor, order: float) -> Tensor:
-        """The norm of everything of whose parts on this rank it is ``own``. Every rank has to ask."""
+        """Return the norm over all ranks' parts, of which this rank's have the norm ``own``. Every rank has to call it."""
         wide = own.detach().double().to(self._device)
         if math.isinf(order):
             return self._axis.max(wide).to(own.device, own.dtype)
@@ -51,7 +51,7 @@ class AllGradients:
 
 
 class ShardGradient(Tensor):
-    """This rank's part of one parameter's gradient: 1-d, and a plain tensor but for what is said above."""
+    """This rank's part of one parameter's gradient: 1-d, a plain tensor except for the two operations above."""
 
     _all: AllGradients
 

@@ -17,7 +17,7 @@ from everybit_torch.compiled import DeclinedError, cause, compile_step, has_comp
 class Squares:
     """Adds up the squares of all elements, uncompiled or in one pass over memory.
 
-    Squares of float32 numbers and narrower ones always fit into float64, so that the sum is finite exactly if all of them are.
+    Squares of float32 and narrower numbers always fit into float64, so that the sum is finite if and only if all of them are.
 
     Args:
         device: Where the sum is wanted.
@@ -63,7 +63,7 @@ class Squares:
 
 
 def _begin(*_arguments: Any) -> None:
-    """Do nothing: what failed may be done again."""
+    """A no-op: a failed call may be repeated."""
 
 
 def _squares() -> Callable[[Tensor], Tensor]:

@@ -34,7 +34,7 @@ class BufferStepper(Cycle):
         judged: The options, and the places of the parameters.
 
     Attributes:
-        judged: As given.
+        judged: The judged options.
         buffers: Weights and main gradients, in the order in which buffers are laid out.
     """
 
@@ -127,7 +127,7 @@ class BufferStepper(Cycle):
 
     @torch.no_grad()
     def _arrive(self, number: int, position: int, parameter: Tensor) -> None:
-        """A gradient has come: add it in place, free it, and reduce what is complete."""
+        """A gradient has come: add it in place, free it, and reduce complete buffers."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         name = self.buffers[number].buffer.places[position].spec.name
@@ -179,7 +179,7 @@ class BufferStepper(Cycle):
         self._is_passing = True
 
     def _reduce(self, *, complete: bool) -> None:
-        """Reduce the buffers whose gradients are all there, or all of them, from the last to the first: in one order on all ranks."""
+        """Reduce the buffers with all their gradients, or all buffers, from the last to the first: in the same order on all ranks."""
         while self._next >= 0:
             of, sums = self.buffers[self._next], self._sums[self._next]
             if complete and self._arrived[self._next] < len(of.buffer.places):
@@ -365,7 +365,7 @@ class BufferStepper(Cycle):
 
 
 def _stepped(buffers: list[FlatBuffer], names: list[str]) -> dict[str, nn.Parameter]:
-    """This rank's part of each parameter: a vector over the memory of its share, or the whole tensor, or nothing of it."""
+    """This rank's part of each parameter: a vector over the memory of its share, the whole tensor, or an empty vector."""
     found: dict[str, nn.Parameter] = {}
     for of in buffers:
         for place in of.places:

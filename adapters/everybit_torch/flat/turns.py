@@ -1,4 +1,4 @@
-"""Compares what ranks are about to do together, so that none takes part in a collective of another phase of the cycle."""
+"""Compares the phases of the cycle that ranks begin, so that no rank takes part in a collective of another phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Turns:
         ranks: The inner and the outer ranks.
 
     Attributes:
-        apart: Ranks were found in different phases, so that none takes part in what another one had begun.
+        apart: Ranks were found in different phases, so that no rank takes part in another rank's collective.
     """
 
     def __init__(self, ranks: Sequence[Communicator]) -> None:
@@ -37,7 +37,7 @@ class Turns:
             turn: The phase.
             last: Whether a microbatch is the last before a step.
             number: How many microbatches of this cycle were summed over the ranks before it.
-            flags: As many on every rank that begins the phase.
+            flags: Flags, as many on every rank that begins the phase.
 
         Returns:
             Whether a flag is set on any rank, for each.

@@ -56,7 +56,7 @@ class MainGradient(ReduceScatter):
         self._handles = self._watch()
 
     def _watch(self) -> list[Any]:
-        """Install hooks. Gathered parameters tell which of them have a gradient, and sharded ones that it was sent."""
+        """Install hooks. Gathered parameters tell which of them have a gradient, and sharded parameters that it was sent."""
         module: Any = self.unit.module
         module.set_custom_reduce_scatter(self)
         module.set_gradient_divide_factor(1.0)  # a sum, which a step divides once

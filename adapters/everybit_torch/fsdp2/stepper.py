@@ -27,7 +27,7 @@ class FSDP2Stepper(Cycle):
         judged: The options, and the model's units and labels.
 
     Attributes:
-        judged: As given.
+        judged: The judged options.
     """
 
     def __init__(self, model: nn.Module, judged: Judged) -> None:

@@ -3,8 +3,8 @@
 Where a slot's format here has their levels, their block and float32 scales, codes and scales are copied, bit for bit. Everything else is
 decoded, and stored again under the policy on the way in, or given as float32 on the way out, which both of them step with.
 
-Neither package is imported to read a state dict. A saved one of torchao's holds objects of its classes: import ``torchao.optim`` before
-``torch.load``, which then takes it under ``weights_only=True``.
+Neither package is imported to read a state dict. A saved state dict of torchao's holds objects of its classes: import ``torchao.optim``
+before ``torch.load``, which then takes it under ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Quantized:
         scale: float32, one for each block.
         qmap: What codes stand for: float32, 256 or 16 numbers.
         block: Elements with a common scale.
-        shape: Of the parameter.
+        shape: The shape of the parameter.
     """
 
     codes: Tensor
@@ -61,7 +61,7 @@ class Quantized:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """The values of the codes."""
         return 8 if self.qmap.numel() == 256 else 4
 
     def decoded(self) -> Tensor:
@@ -85,10 +85,10 @@ def load_bitsandbytes_state_dict(optimizer: TorchOptimizer, state_dict: Mapping[
         state_dict: What ``state_dict()`` of the other one returned.
 
     Returns:
-        For each slot what rounding to the policy's formats lost; nothing, where it was taken bit for bit.
+        The loss of each slot by rounding to the policy's formats; empty where all bits were taken over.
 
     Raises:
-        ValueError: Something that does not fit; the message names the place, and nothing is changed.
+        ValueError: An entry that does not fit; the message names the place, and the optimizer is unchanged.
     """
     saved = _read(optimizer, state_dict)
     groups = [_group_from_bitsandbytes(optimizer, number, group) for number, group in enumerate(saved.groups)]
@@ -108,14 +108,14 @@ def load_torchao_state_dict(optimizer: TorchOptimizer, state_dict: Mapping[str, 
     ``Blockwise("dynamic", 4, 128)`` as momentum, and of ``Blockwise("linear", 4, 128)`` as variance.
 
     Args:
-        optimizer: As :func:`load_bitsandbytes_state_dict`'s.
-        state_dict: What ``state_dict()`` of the other one returned.
+        optimizer: The optimizer, as for :func:`load_bitsandbytes_state_dict`.
+        state_dict: The result of the other optimizer's ``state_dict()``.
 
     Returns:
-        As :func:`load_bitsandbytes_state_dict`.
+        The same as :func:`load_bitsandbytes_state_dict`.
 
     Raises:
-        ValueError: Something that does not fit; the message names the place, and nothing is changed.
+        ValueError: An entry that does not fit; the message names the place, and the optimizer is unchanged.
     """
     saved = _read(optimizer, state_dict)
     groups = [
@@ -133,7 +133,7 @@ def load_torchao_state_dict(optimizer: TorchOptimizer, state_dict: Mapping[str, 
 def bitsandbytes_state_dict(optimizer: TorchOptimizer) -> dict[str, Any]:
     """Return the state as bitsandbytes' 8-bit optimizer of the same algorithm loads it.
 
-    A parameter all of whose slots are ``Blockwise("dynamic", block=256)`` is given in 8 bits, bit for bit, however small it is. Others are
+    A parameter with all slots in ``Blockwise("dynamic", block=256)`` is given in 8 bits, bit for bit, however small it is. Others are
     given in float32, exactly, and bitsandbytes goes on with them in 32 bits.
 
     Args:
@@ -187,7 +187,7 @@ def _require_whole(optimizer: TorchOptimizer) -> None:
 
 
 def _formats(optimizer: TorchOptimizer) -> dict[int, Callable[[str], Any]]:
-    """By id of the parameter, from the name of a slot to its format."""
+    """The format of each slot by its name, by id of the parameter."""
     return {
         id(parameter): one.of.segment.stored.slot for one in optimizer.own.stepped for parameter in one.of.parameters
     }
@@ -203,7 +203,7 @@ def _is_of(format: Any, value: Quantized) -> bool:
 
 
 def _load(optimizer: TorchOptimizer, saved: Saved) -> dict[str, RoundingLoss]:
-    """Store everything as decoded, and put the codes of what has the same format in its place."""
+    """Store all decoded values, and put the codes of slots with the same format in their place."""
     wide = {
         position: {
             name: value.decoded() if isinstance(value, Quantized) else value
@@ -239,7 +239,7 @@ def _given(
     group_of: Callable[[int, Mapping[str, Any], Sequence[str]], dict[str, Any]],
     state_of: Callable[[Mapping[str, Tensor | Quantized], int, torch.dtype], dict[str, Any]],
 ) -> dict[str, Any]:
-    """The state in the words of a peer. What other code keeps in ``state`` is left out."""
+    """The state in the names of a peer, without the entries of other code in ``state``."""
     _require_whole(optimizer)
     stored = optimizer.state_dict()
     optimizer.place()
@@ -281,7 +281,7 @@ _OF_ADEMAMIX = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
 
 
 def _from_bitsandbytes(position: int, given: Mapping[Any, Any], parameter: Tensor) -> dict[Any, Any]:
-    """What is saved for one parameter, by our names."""
+    """The saved entries of one parameter, by our names."""
     nested = given.get(_NESTED, {})
     flat = {name: value for name, value in given.items() if name != _NESTED} | dict(nested)
     where = f"state_dict: parameter {position}"
@@ -367,7 +367,7 @@ def _to_bitsandbytes(found: Mapping[str, Tensor | Quantized], count: int) -> dic
 
 
 def _from_torchao(position: int, given: Mapping[Any, Any], parameter: Tensor) -> dict[Any, Any]:
-    """What is saved for one parameter, by our names. Its quantized tensors are those that have codes, scales and levels."""
+    """The saved entries of one parameter, by our names. Its quantized tensors have codes, scales and levels."""
     where, flat, found = f"state_dict: parameter {position}", dict(given), dict[Any, Any]()
     for theirs, ours in _SLOTS_OF_TORCHAO.items():
         value = flat.pop(theirs, None)

@@ -42,18 +42,18 @@ def import_weights(
 ) -> dict[str, RoundingLoss]:
     """Store full-precision weights: the model's tensors are rounded, residuals in the optimizer hold the rest.
 
-    Moments and counts stay. A missing name is filled in if the model ties it to one that is given.
+    Moments and counts stay. A missing name is filled in if the model ties it to a given name.
 
     Args:
-        model: The model whose parameters the optimizer has.
-        optimizer: Of that model.
-        weights: As :func:`export_weights` gives them, or any ``state_dict`` of the model in another precision.
+        model: The optimizer's model.
+        optimizer: An optimizer of that model.
+        weights: The result of :func:`export_weights`, or any ``state_dict`` of the model in another precision.
 
     Returns:
-        By name, for the parameters of the optimizer: what rounding to the policy's format lost.
+        The loss by rounding to the policy's format, by name, for the parameters of the optimizer.
 
     Raises:
-        ValueError: Names, shapes or dtypes that do not fit; the message lists them, and nothing is changed.
+        ValueError: Names, shapes or dtypes that do not fit; the message lists them, and the model is unchanged.
     """
     full = optimizer.export_dtypes()
     named = _state(model, full.keys())
@@ -68,7 +68,7 @@ def import_weights(
     if problems := [*_problems(named, given, full)]:
         listed = "\n  ".join(problems[:10]) + (f"\n  and {len(problems) - 10} more" if len(problems) > 10 else "")
         raise ValueError(f"weights: do not fit the model, and nothing was changed:\n  {listed}")
-    # The optimizer's own judgement, of what it would place and follow, comes before the first buffer is written, too.
+    # The optimizer's own checks come before the first buffer is written, too.
     found = {id(tensor): given[name] for name, tensor in named.items()}
     optimizer.judge_weights([[found[id(p)] for p in group["params"]] for group in optimizer.param_groups])
     by_id = {id(tensor): given[name] for name, tensor in named.items()}
@@ -96,14 +96,14 @@ def save_safetensors(
 
     Args:
         path: The file; its directory has to exist.
-        model: The model whose parameters the optimizer has.
-        optimizer: Of that model.
+        model: The optimizer's model.
+        optimizer: An optimizer of that model.
         metadata: Strings to keep in the file's header.
 
     Raises:
         ModuleNotFoundError: safetensors is not installed.
         TypeError: The model's ``state_dict`` holds something that is no tensor.
-        OSError: The file cannot be written; the previous one is as it was.
+        OSError: The file cannot be written; the previous file is unchanged.
     """
     safetensors = _safetensors()
     weights = export_weights(model, optimizer)
@@ -115,12 +115,12 @@ def save_safetensors(
             tied[name] = names[id(tensor)]
         else:
             names[id(tensor)] = name
-            # Nothing shares memory in the file.
+            # Tensors in the file share no memory.
             stored[name] = tensor.clone(memory_format=torch.contiguous_format)
     header = {"format": "pt"} | dict(metadata or {}) | ({TIED: json.dumps(tied)} if tied else {})
 
     def write(partial: Path) -> None:
-        # Not `save_file`, which puts another file into the place of the one that is locked and brought to the disk here.
+        # Not `save_file`, which would replace the file that is locked and brought to the disk here.
         partial.write_bytes(safetensors.save(stored, metadata=header))
 
     replace_file(path, write)
@@ -135,7 +135,7 @@ def load_safetensors(
         ModuleNotFoundError: safetensors is not installed.
         FileNotFoundError: There is no such file.
         OSError: It cannot be read.
-        ValueError: It is no safetensors file, or does not fit the model; nothing is changed.
+        ValueError: It is no safetensors file, or does not fit the model; the model is unchanged.
     """
     safetensors = _safetensors()
     if not Path(path).is_file():

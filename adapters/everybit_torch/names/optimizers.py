@@ -1,4 +1,4 @@
-"""Optimizers whose arguments are all plain values, so that other programs can give them from a command line or a file."""
+"""Optimizers with arguments that are plain values, so that other programs can give them from a command line or a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EverybitAdamW(drop_ins.AdamW):
         policy: A preset's name, such as ``"LEAN_BF16"``; None for float32 and float64 models only.
         compile: Compile the step.
         metrics: Measure every step.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
 
     Raises:
         ValueError: A name of no preset, or what :class:`everybit_torch.AdamW` refuses.
@@ -140,7 +140,7 @@ _GENERATED = {kind.__name__: kind for kind in OPTIMIZERS.values()}
 
 
 def __getattr__(name: str) -> type[TorchOptimizer]:
-    """The generated classes by their names, as pickles ask for them."""
+    """Return a generated class by its name, for unpickling."""
     if name not in _GENERATED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _GENERATED[name]

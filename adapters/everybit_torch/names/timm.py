@@ -33,7 +33,7 @@ def register() -> None:
         theirs = f"everybit{name.replace('_', '')}"
         if theirs not in known:
             about = f"everybit's {name}, under the policy that opt-kwargs names (policy=LEAN_BF16)"
-            # What timm gives where these say so. Ours that take no momentum by default have none.
+            # timm gives these where its own say so. Ours without momentum by default have no such argument.
             parameters = inspect.signature(kind).parameters
             eps, momentum, betas = (one in parameters for one in ("eps", "momentum", "betas"))
             registry.register(info(theirs, kind, about, eps, momentum and name != "rmsprop", betas))

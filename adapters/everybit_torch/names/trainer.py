@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def _handler(name: str, context: Any) -> tuple[type[Any], dict[str, Any]]:
-    """The class and the arguments that Trainer asks for."""
+    """The class and the arguments for Trainer."""
     kind = OPTIMIZERS[name]
     arguments = dict(context.optimizer_kwargs)
     of_arguments = ("params", "lr", "betas") if name in ("adam", "adamw") else ("params", "lr")

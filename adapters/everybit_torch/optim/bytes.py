@@ -1,4 +1,4 @@
-"""The account of bytes: what an optimizer has allocated, by use."""
+"""The account of bytes: an optimizer's allocations, by use."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def is_saved_in(loaded: Loaded, parameters: Sequence[Tensor]) -> bool:
     """Whether a checkpoint was saved while the model had weights for evaluation.
 
     Raises:
-        ValueError: The trained weights in it are not the parameters'; nothing is changed.
+        ValueError: The trained weights in it are not the parameters'; the optimizer is unchanged.
     """
     kept = [(p, loaded.kept.get(id(p), {})) for p in parameters]
     for number, (parameter, entries) in enumerate(kept):

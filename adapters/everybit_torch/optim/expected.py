@@ -37,9 +37,9 @@ class Kind:
 
     Attributes:
         dtype: Exactly.
-        shape: Of the whole tensor, if it is sharded.
+        shape: The whole tensor's shape, if it is sharded.
         count: Whether it is a count of steps.
-        positive: Whether it holds running squares, none of which is negative.
+        positive: Whether it holds running squares, which are not negative.
         former: What state dicts of version 1 called it, if it was something else.
     """
 
@@ -59,10 +59,10 @@ def expectations(
     """Return, by id of the parameter, the entries of every parameter that is stepped, or will be.
 
     Args:
-        parameters: As they are.
-        optimizers: For each group, as they will be.
-        plan: Of parameters that have no state yet.
-        full: In full precision: what the stored numbers stand for, and the weights.
+        parameters: The present parameters.
+        optimizers: The future optimizers of each group.
+        plan: The plan of parameters that have no state yet.
+        full: Whether in full precision: decoded state, and the weights.
     """
     found: dict[int, dict[str, Kind]] = {}
     known: dict[Any, dict[str, Kind]] = {}
@@ -146,9 +146,9 @@ def require_tensor(
         where: The place, for messages.
         value: Anything.
         dtype: Those that are accepted.
-        shape: Of the whole.
+        shape: The whole tensor's shape.
         parameter: Which tells how it is sharded, if it is.
-        accepted: For messages: what would be.
+        accepted: The accepted value, for messages.
 
     Raises:
         ValueError: It is something else.
@@ -187,7 +187,7 @@ def as_count(where: str, value: Any) -> int:
     """A count of steps: a whole number, as a number or in a tensor of one.
 
     Raises:
-        ValueError: It is none, or out of range.
+        ValueError: It is no count, or out of range.
     """
     number: Any = value
     if isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided:
@@ -197,7 +197,7 @@ def as_count(where: str, value: Any) -> int:
         number = local(value).item() if single and value.dtype is not torch.bool else None
     elif not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         number = value.item()
-    # Comparisons first: what is not in the range may be too large to be converted.
+    # Comparisons first: a value out of range may be too large to be converted.
     within = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number < LARGEST_COUNT
     if not within or number != int(number):
         raise ValueError(

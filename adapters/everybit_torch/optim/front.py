@@ -41,8 +41,8 @@ class Front(Protocol):
     """An optimizer with param groups.
 
     Attributes:
-        own: Its parameters, and what is kept for them.
-        torch_names: How torch's optimizer of the same name calls what this one keeps; None if torch has none.
+        own: Its parameters, and their state.
+        torch_names: The names of torch's optimizer of the same name for the entries of this optimizer; None if torch has no such optimizer.
         param_groups: By number, as ``torch.optim``'s.
         state: By parameter, as ``torch.optim``'s.
         had_gradients: Whether the last step had some.

@@ -1,4 +1,4 @@
-"""Weights and state in full precision: what the stored bits stand for, read out, and stored again under any policy."""
+"""Weights and state in full precision: decoded, and encoded again under any policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RoundingLoss:
 
     @property
     def relative(self) -> float:
-        """Root of the mean squared difference, relative to that of the values; 0 if nothing was lost."""
+        """Root of the mean squared difference, relative to that of the values; 0 without a difference."""
         return (self.error / self.total) ** 0.5 if self.error else 0.0
 
     def __add__(self, other: RoundingLoss) -> RoundingLoss:
@@ -102,7 +102,7 @@ def encode_all(parameters: Parameters, given: Given) -> dict[str, RoundingLoss]:
     """Store full-precision state, and weights (``"param"``) where they are given. Parameters without any are as before their first step.
 
     Returns:
-        By name, what rounding lost here.
+        The loss by rounding, by name.
     """
     parameters.come_apart_by_shared(given)
     total: dict[str, RoundingLoss] = {}

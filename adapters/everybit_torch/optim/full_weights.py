@@ -1,4 +1,4 @@
-"""Weights in full precision, in the order of the param groups: which dtypes they have, and whether given ones fit."""
+"""Weights in full precision, in the order of the param groups: their dtypes, and checks of given weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def judge(front: Front, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor
     """Full-precision weights by id of their parameter.
 
     Raises:
-        ValueError: They do not fit; nothing is changed.
+        ValueError: They do not fit; the model is unchanged.
         RuntimeError: Parameters that cannot be placed.
     """
     expected = [list(group["params"]) for group in front.own_groups]
@@ -87,7 +87,7 @@ def _listed(where: str, values: Any, accepted: str) -> list[Any]:
     """Return the items of a list, a tuple or a generator.
 
     Raises:
-        ValueError: It is none of them.
+        ValueError: It is no list, tuple or generator.
     """
     if not isinstance(values, Iterable) or isinstance(values, (Tensor, Mapping, str, bytes)):
         raise ValueError(f"{where}: got {shown(values)}; {accepted}.")

@@ -1,4 +1,4 @@
-"""Stepping during the backward pass: a parameter as soon as its gradient is there, which is freed then; short ones with their neighbours.
+"""Stepping during the backward pass: a parameter as soon as its gradient is there, which is then freed; short parameters together.
 
 Never all gradients exist at once, which saves their bytes (LOMO, Lv et al. 2023; ``torch``'s tutorial on the step in the backward pass).
 """
@@ -97,19 +97,19 @@ class GradientRelease:
     @in_plain_mode
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Return the norm of this backward pass's gradients, and clip those of the next ones to ``max_norm``.
+        """Return the norm of this backward pass's gradients, and clip those of the next passes to ``max_norm``.
 
         Call it after the backward pass and before ``optimizer.step()``, in the place of ``torch.nn.utils.clip_grad_norm_``. The gradients
         were used already, scaled by the norm of the step before: see :func:`enable_gradient_release`.
 
         Args:
-            max_norm: At least zero; unit of the gradient.
+            max_norm: The limit, at least zero; unit of the gradient.
 
         Returns:
             The norm before clipping, over all parameters: 0-d, at least float32.
 
         Raises:
-            RuntimeError: No ``max_norm`` was given to :func:`enable_gradient_release`, so that nothing was measured.
+            RuntimeError: :func:`enable_gradient_release` had no ``max_norm``, so that no norm was measured.
             TypeError: ``max_norm`` is no number.
             ValueError: ``max_norm`` is below zero, or not finite.
         """
@@ -136,7 +136,7 @@ class GradientRelease:
             self._accumulating = before
 
     def remove(self) -> None:
-        """End gradient release, so that ``optimizer.step()`` steps as before. A second call does nothing."""
+        """End gradient release, so that ``optimizer.step()`` steps as before. A second call is a no-op."""
         if self._optimizer.release is not self:
             return
         for hook in self._hooks.values():
@@ -173,7 +173,7 @@ class GradientRelease:
             raise TypeError(f"gradient release: got a {parameter.grad.layout} gradient; accepted are dense gradients.")
         this = autograd.present_pass()
         if this not in self._open:
-            # Called only if the pass raises nothing. A pass within a pass, as reentrant checkpointing makes, is one of its own.
+            # Called only if the pass raises no error. A pass within a pass, as reentrant checkpointing makes, has its own.
             self._open.add(this)
             autograd.at_the_end_of_the_pass(lambda: self._open.discard(this))
         self._begin()
@@ -299,18 +299,18 @@ def enable_gradient_release(
     """Step ``optimizer`` while ``model`` runs backward, and free each gradient at once.
 
     Without ``max_norm`` the results are those of the plain run, bit for bit. Gradients cannot be unscaled (``GradScaler``) or clipped by
-    their own norm, because both need all gradients before the first one is used.
+    their own norm, because both need all gradients before the first is used.
 
     Args:
-        model: The model whose parameters the optimizer has.
-        optimizer: An optimizer of everybit_torch whose transform does not reduce over all parameters.
+        model: The optimizer's model.
+        optimizer: An optimizer of everybit_torch. Its transform must not reduce over all parameters.
         max_norm: Clip by the global norm of the *previous* step's gradients; the first step is not clipped. None: do not clip.
 
     Returns:
         A handle: ``accumulate()``, ``norm``, ``remove()``.
 
     Raises:
-        TypeError: ``optimizer`` is not one of everybit_torch's.
+        TypeError: ``optimizer`` is not everybit_torch's.
         ValueError: A parameter, transform, option or wrapper that this cannot work with; the message names it.
 
     Examples:

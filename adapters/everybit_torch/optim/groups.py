@@ -37,13 +37,13 @@ class Group:
     Args:
         number: The group's number.
         factory: Makes a transform of hyperparameters.
-        policies: By dtype of the parameters.
-        names: By the user's name of a hyperparameter, the factory's arguments that it sets; for messages.
+        policies: Policies by dtype of the parameters.
+        names: The factory's arguments of each hyperparameter, by the user's name for it; for messages.
         owner: The optimizer's name, for messages.
         seed: The seed of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
         compile: Whether steps are compiled; see :class:`~everybit_torch.TorchOptimizer`.
-        source: Groups of one source are stepped by the same transform, whose requests go over all of them.
+        source: The transform's source. Groups of one source are stepped by the same transform, with requests over all of them.
 
     Attributes:
         arguments: The factory's present keyword arguments.
@@ -78,13 +78,13 @@ class Group:
         self._decided: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
 
     def build(self, arguments: Mapping[str, Any]) -> Optimizers:
-        """Make the optimizers for these arguments of the factory; the present ones stay.
+        """Make the optimizers for these arguments of the factory; the present optimizers stay.
 
         Raises:
             TypeError: A hyperparameter of another kind.
             ValueError: A hyperparameter or policy that cannot work; the message has the user's name for it.
         """
-        # Judged anew whenever hyperparameters change; but of what was accepted with a warning nobody is warned twice.
+        # Judged anew whenever hyperparameters change; a policy that was accepted with a warning gives no second warning.
         unsafe: Unsafe = "allow" if self._unsafe == "warn" and self.optimizers else self._unsafe
         try:
             transform = self.factory(**arguments)
@@ -115,7 +115,7 @@ class Group:
         return made
 
     def changed(self, optimizers: Optimizers) -> set[torch.dtype]:
-        """Return the dtypes for which other optimizers nest their state differently than the present ones."""
+        """Return the dtypes with optimizers that nest their state differently than the present optimizers."""
         return {
             dtype
             for dtype, old in self.optimizers.items()
@@ -170,7 +170,7 @@ class Followed:
         self._known = _values(given, groups)
 
     def is_current(self, given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> bool:
-        """Whether no value was assigned since, and none can have changed in place. Tensors may: each step reads them."""
+        """Whether no value was assigned since, and no value can have changed in place. Tensors may: each step reads them."""
         now = _values(given, groups)
         same = len(now) == len(self._known) and all(map(is_, now, self._known))
         return same and all(map(is_frozen, now[: -len(groups)]))
@@ -188,7 +188,7 @@ class GroupMaker:
         owner: The optimizer's name, for messages.
         factory: Makes a transform of hyperparameters.
         hyperparameters: Their names, as the user gave them.
-        policy: Of groups that have none of their own.
+        policy: The policy of groups without a policy of their own.
         seed: The seed of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
         compile: See :class:`~everybit_torch.TorchOptimizer`.
@@ -252,7 +252,7 @@ class GroupMaker:
         """Return the policy of a group's parameters of each dtype.
 
         Raises:
-            ValueError: None was given for 16-bit parameters, one that does not fit a dtype, or a name that no policy has.
+            ValueError: No policy for 16-bit parameters, a policy that does not fit a dtype, or an unknown policy's name.
         """
         mixed = self.mixed if mixed is None else mixed
         resolved = with_name_resolved(policy, field=f"param group {number}: policy")
@@ -262,7 +262,7 @@ class GroupMaker:
         """Make a group that steps with these arguments of the factory.
 
         Raises:
-            TypeError: A hyperparameter that is none.
+            TypeError: A value that is no hyperparameter.
             ValueError: A hyperparameter or policy that cannot work.
         """
         return self.made(number, self._factory, policies, arguments, names=self._names)
@@ -277,7 +277,7 @@ class GroupMaker:
         names: Mapping[str, tuple[str, ...]],
         source: str = "",
     ) -> Group:
-        """Make a group of any factory; for makers whose groups have several."""
+        """Make a group of any factory; for makers of groups with several factories."""
         group = Group(
             number, factory, policies, names=names, owner=self._owner, seed=self._seed, unsafe=self._unsafe, compile=self._compile,
             source=source,

@@ -18,16 +18,16 @@ MayBegin = Callable[[Stepped, list[str], Mapping[str, Any]], None]
 
 
 def follow(parameters: Parameters, arguments: Sequence[dict[str, Any]], may_begin: MayBegin) -> None:
-    """Step with these hyperparameters from here on; state that they need begins, and what they do not need is put aside.
+    """Step with these hyperparameters from here on; new state begins, and state that is not needed is put aside.
 
     Args:
-        parameters: What is stepped.
-        arguments: For each group, its factory's.
+        parameters: The optimizer's parameters.
+        arguments: The factory's arguments for each group.
         may_begin: Refuses slots that cannot begin.
 
     Raises:
         TypeError: A hyperparameter of another kind.
-        ValueError: A hyperparameter out of range, or one by which it cannot be told which state is carried over. Nothing is changed.
+        ValueError: A hyperparameter out of range, or a change with ambiguous state. The optimizer is unchanged.
     """
     changes = [
         (group, new, group.build(new))
@@ -47,7 +47,7 @@ def follow(parameters: Parameters, arguments: Sequence[dict[str, Any]], may_begi
 
 
 def start_with(parameters: Parameters, arguments: Sequence[dict[str, Any]], optimizers: Sequence[Optimizers]) -> None:
-    """Step with other hyperparameters, for state that is loaded after this: what they keep otherwise begins anew."""
+    """Step with other hyperparameters, for state that is loaded after this: state that differs begins anew."""
     changed = {group.number: group.changed(new) for group, new in zip(parameters.groups, optimizers, strict=True)}
     for group, new, values in zip(parameters.groups, optimizers, arguments, strict=True):
         group.follow(values, new)

@@ -1,6 +1,6 @@
 """The one loader of state dicts: each is judged as a whole, refused before anything is changed, and then carried out.
 
-What is judged: the structure, the hyperparameters (by making the transform that they describe), and for each parameter the entries that
+It judges the structure, the hyperparameters (by making the transform that they describe), and for each parameter the entries that
 this transform keeps under the policy, with their dtypes, shapes, layouts and devices, and counts of steps. Everything that is kept is
 copied here, so that what may fail to be copied fails here, and two optimizers never share a tensor.
 """
@@ -36,9 +36,9 @@ class Settings:
     """The new settings of the param groups.
 
     Attributes:
-        groups: For each, the entries to put into its dict.
-        arguments: For each, the factory's arguments.
-        optimizers: For each, by dtype.
+        groups: The entries to put into each group's dict.
+        arguments: The factory's arguments for each group.
+        optimizers: The optimizers by dtype for each group.
     """
 
     groups: list[dict[Any, Any]] = field(default_factory=list)
@@ -51,11 +51,11 @@ class Loaded:
     """A state dict that fits.
 
     Attributes:
-        settings: Of the param groups.
-        plan: Of the parameters that get state by it.
-        own: By id of the parameter, what the optimizer keeps for it; parameters without are as before their first step.
-        kept: By id of the parameter, what others keep for it.
-        elsewhere: What others keep under keys that are no parameters.
+        settings: The new settings of the param groups.
+        plan: The plan of the parameters that get state by it.
+        own: The optimizer's entries by id of the parameter; without entries it is as before its first step.
+        kept: The entries of other code by id of the parameter.
+        elsewhere: Entries of other code under keys that are no parameters.
         missing: Names of parameters that were left out, because the state dict does not have them.
         unexpected: Names that were left out, because the optimizer does not have them.
     """
@@ -73,7 +73,7 @@ class Loaded:
 
 
 def judge_settings(front: Front, saved: Saved) -> Settings:
-    """The param groups as they will be, and their optimizers; what is missing is as it is now.
+    """The future param groups and their optimizers; missing values stay as they are.
 
     Raises:
         TypeError: A hyperparameter of another kind.
@@ -137,7 +137,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_unchanged_function(value: Any, now: Any) -> bool:
-    """Whether a function is the one that is in force, which need be no schedule: what labels parameters, or makes another optimizer."""
+    """Whether a function is the present function. It need be no schedule: it may label parameters, or make another optimizer."""
     return callable(value) and not differ(value, now)
 
 
@@ -165,15 +165,15 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
     """Judge everything that is saved.
 
     Args:
-        front: Whose state dict it should be.
+        front: The optimizer that loads.
         saved: Its structure, which is right.
-        settings: Of its param groups.
+        settings: The future settings of its param groups.
         full: Whether it is in full precision.
-        from_torch: Whether it was one of ``torch.optim``, which has one count of steps for each parameter.
+        from_torch: Whether it is a state dict of ``torch.optim``, with a count of steps for each parameter.
 
     Raises:
         TypeError: Something of another kind than it has to be.
-        ValueError: Something else that does not fit. Messages name the place; nothing is changed.
+        ValueError: Anything else that does not fit. Messages name the place; the optimizer is unchanged.
     """
     parameters = parameters_of(front.own_groups)
     # A parameter that others keep something for, and that was never stepped, has no entries of the optimizer's.
@@ -264,7 +264,7 @@ def restore_in_full(front: Front, loaded: Loaded) -> LoadReport:
 
 
 def _take_settings(front: Front, loaded: Loaded) -> None:
-    """Take over hyperparameters and what others keep, and give state to parameters that have none."""
+    """Take over hyperparameters and entries of other code, and give state to parameters without state."""
     settings, parameters = loaded.settings, parameters_of(front.own_groups)
     for values, new in zip(front.own_groups, settings.groups, strict=True):
         values.update(new)

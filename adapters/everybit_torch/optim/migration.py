@@ -1,7 +1,7 @@
-"""State carried over when hyperparameters change what is kept: a chain that becomes longer, momentum that begins or ends.
+"""State that is carried over when hyperparameters change its slots: a chain becomes longer, momentum begins or ends.
 
 A transform made with other hyperparameters may nest its state differently (``maximize`` puts a transform before the others) and may keep
-other slots. What is kept is told by names, as in checkpoints, not by the nesting: each entry of the new state takes the values of the entry
+other slots. Entries correspond by name, as in checkpoints, not by the nesting: each entry of the new state takes the values of the entry
 with its name. Slots may begin, with the values that ``init`` gives them, and may end. Counts may not: they tell how far the slots beside
 them are, and a count that begins at zero next to moments that have gone on would correct a bias that is not there.
 """
@@ -28,7 +28,7 @@ _INDEX = re.compile(r"\[\d+\]")
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """The new state of a segment whose optimizer changes its slots.
+    """The new state of a segment after a change of its slots.
 
     Attributes:
         state: The new state; tensors that are carried over keep their memory.

@@ -108,7 +108,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self._measured: Metrics | None = None
         self._followed = Followed()
         self.release: Release | None = None  # set by enable_gradient_release
-        # All of them, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside 16-bit ones as they are.
+        # All parameters, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside them as they are.
         params = param_groups.as_lists(params)
         mixed = any(p.dtype in LOW for p in param_groups.tensors_of(params))
         self._maker = factory if isinstance(factory, GroupMaker) else GroupMaker(
@@ -167,7 +167,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return self._maker.arguments(group)
 
     def _settle_policies(self, groups: list[dict[str, Any]]) -> None:
-        """Carry out what was written to ``param_groups[i]["policy"]``, which is possible until parameters are placed."""
+        """Apply a policy written to ``param_groups[i]["policy"]``, which is possible until parameters are placed."""
         for number, (group, values) in enumerate(zip(self.own.groups, groups, strict=True)):
             if "policy" not in values:
                 continue
@@ -217,7 +217,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Refuse what reads or changes weights and state together, while the model has other weights.
 
         Args:
-            name: Of what is refused.
+            name: The refused method.
 
         Raises:
             RuntimeError: Inside ``evaluation_weights()``, or after :meth:`eval`.
@@ -250,12 +250,12 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def prepare(self) -> None:
         """Prepare a step: place parameters and state, and copy changed hyperparameters to the device. It counts no step.
 
-        It serves CUDA graphs, partial steps, and whoever reads the state before the first step: ``get_optimizer_state_dict`` of
+        It serves CUDA graphs, partial steps, and code that reads the state before the first step: ``get_optimizer_state_dict`` of
         :mod:`torch.distributed.checkpoint` otherwise takes a step with zero gradients, which counts.
 
         Raises:
             RuntimeError: A parameter that was moved, a replaced ``state``, or work that a captured graph must not repeat.
-            TypeError: A hyperparameter that is none.
+            TypeError: A value that is no hyperparameter.
             ValueError: A hyperparameter, or a policy, that cannot be.
         """
         if is_capturing():
@@ -285,7 +285,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             one.group.require_capturable(arguments, one.of.segment.tensor.device)
 
     def place(self) -> None:
-        """Create the state of parameters that have none, as the first step does."""
+        """Create the state of parameters without state, as the first step does."""
         self.own.settle(self.own_groups)
 
     def _begin_and_follow(self) -> None:
@@ -307,7 +307,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Refuse slots that cannot begin after other steps; for subclasses."""
 
     def _settle_state(self) -> None:
-        """Take over what was assigned to ``self.state``, which is possible until parameters are placed."""
+        """Take over a mapping assigned to ``self.state``, which is possible until parameters are placed."""
         if self.state is self.own.states:
             return
         if self.own.stepped or self.own.visiting:
@@ -344,8 +344,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def bytes_table(self) -> dict[str, int]:
         """Return the bytes of the tensors that are allocated now, by use; keys as in :meth:`everybit.Policy.bytes_table`, and ``counters``.
 
-        ``unused`` is what the present hyperparameters do not need and is kept for when they do. Gradients that are not there at the moment
-        are counted as they will be. What others keep in ``state`` is not counted.
+        ``unused`` is state that the present hyperparameters do not need, kept for when they do. Gradients that are not there at the moment
+        are counted as they will be. Entries of other code in ``state`` are not counted.
         """
         self._settle_policies(self.own_groups)
         self.place()
@@ -370,7 +370,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def eval(self) -> None:
         """Give the model its weights for evaluation, until :meth:`train`. Programs such as accelerate call both where they exist.
 
-        Nothing is done for a transform that evaluates the weights which it trains, and at a second call. The state dict of an optimizer in
+        It is a no-op for a transform that evaluates the weights which it trains, and at a second call. The state dict of an optimizer in
         this state has the trained weights too, so that a checkpoint of both goes on in training.
         """
         if not self.evaluating:
@@ -403,7 +403,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                 exactly.
 
         Raises:
-            ValueError: Numbers, shapes, dtypes or layouts of weights differ from what is accepted; nothing is changed.
+            ValueError: Numbers, shapes, dtypes or layouts of weights that are not accepted; the model is unchanged.
         """
         given = self.judge_weights(weights)
         self._begin_and_follow()
@@ -413,7 +413,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Refuse what :meth:`import_fp32` would refuse; return the weights by id of their parameter.
 
         Raises:
-            ValueError: They do not fit; nothing is changed.
+            ValueError: They do not fit; the model is unchanged.
             RuntimeError: Parameters that cannot be placed.
         """
         self.require_trained("import_fp32")
@@ -453,7 +453,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             for name, value in self.__dict__.items()
             if not name.startswith("_optimizer_") and name != "step"
         }
-        # What the optimizer keeps is in its segments; of the state that shows it, what others keep there.
+        # The optimizer's own entries are in its segments. Of the state only entries of other code are copied.
         copied["state"] = {
             key: entries.kept if isinstance(entries, ParameterState) else entries for key, entries in self.state.items()
         }
@@ -493,7 +493,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return packed
 
     def _settle(self) -> None:
-        """Let state be what the param groups hold, so that a checkpoint fits itself."""
+        """Let the state follow the param groups, so that a checkpoint fits itself."""
         self._settle_state()
         self._settle_policies(self.own_groups)
         with suppress(TypeError, ValueError):
@@ -504,14 +504,14 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def load_state_dict(  # type: ignore[override]  # torch's returns nothing
         self, state_dict: dict[str, Any], *, strict: bool = True
     ) -> LoadReport:
-        """Continue from a checkpoint, bit for bit. Every dtype must be the policy's own: nothing is cast.
+        """Continue from a checkpoint, bit for bit. Every dtype must be the policy's own: there is no cast.
 
         Parameters are found by their names, where the optimizer and the checkpoint have them (``model.named_parameters()``), and else by
-        position. What others keep in ``state`` (wrappers' entries, keys that are no parameters) and in param groups comes back too, as
+        position. Entries of other code in ``state`` (wrappers' entries, keys that are no parameters) and in param groups come back too, as
         copies.
 
         Args:
-            state_dict: Of :meth:`state_dict`.
+            state_dict: The result of :meth:`state_dict`.
             strict: Refuse a checkpoint that has other names. False: what only one side has is left out; such a parameter keeps its state.
 
         Returns:
@@ -520,7 +520,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         Raises:
             TypeError: A hyperparameter that is not one.
             ValueError: Something that does not fit: structure, hyperparameters, entries, dtypes, shapes, layouts, counts. The message names
-                the place, and nothing is changed.
+                the place, and the optimizer is unchanged.
         """
         # torch's own loader casts state to its parameter's dtype; its hooks are run here as it runs them.
         if isinstance(state_dict, Mapping):
@@ -555,15 +555,15 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Continue from a :meth:`full_state_dict`, stored under this optimizer's policy; the model's weights are loaded, if it has them.
 
         Args:
-            state_dict: In full precision.
-            strict: As of :meth:`load_state_dict`.
+            state_dict: The result of :meth:`full_state_dict`.
+            strict: Whether state must be complete, as for :meth:`load_state_dict`.
 
         Returns:
             For the weights (``"param"``) and each slot: what rounding to this policy's formats lost. And the names that were left out.
 
         Raises:
             TypeError: A hyperparameter that is not one.
-            ValueError: Something that does not fit; the message names the place, and nothing is changed.
+            ValueError: An entry that does not fit; the message names the place, and the optimizer is unchanged.
         """
         return loading.restore_in_full(self, self._judge(state_dict, full=True, strict=strict))
 
@@ -584,15 +584,16 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         The weights are the model's: load them there, or by :meth:`import_fp32`, before.
 
         Args:
-            state_dict: Of torch's optimizer.
-            strict: As of :meth:`load_state_dict`.
+            state_dict: A state dict of torch's optimizer.
+            strict: Whether state must be complete, as for :meth:`load_state_dict`.
 
         Returns:
-            As :meth:`load_full_state_dict`.
+            The same as :meth:`load_full_state_dict`.
 
         Raises:
             TypeError: There is no such optimizer in torch.
-            ValueError: The checkpoint is another optimizer's, or has options (``amsgrad``) that this one has not; nothing is changed.
+            ValueError: The checkpoint is another optimizer's, or has options (``amsgrad``) that this optimizer does not have; it is
+                unchanged.
         """
         self.require_trained("load_torch_state_dict")
         self._settle_policies(self.own_groups)
@@ -601,7 +602,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return loading.restore_in_full(self, loading.judge(self, saved, settings, full=True, from_torch=True))
 
     def _judge(self, state_dict: Mapping[str, Any], *, full: bool = False, strict: bool = True) -> loading.Loaded:
-        """A state dict, looked at from all sides; nothing is changed."""
+        """Judge a state dict as a whole; the optimizer is unchanged."""
         self.require_trained("load_full_state_dict" if full else "load_state_dict")
         self._settle_state()
         self._settle_policies(self.own_groups)

@@ -18,7 +18,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 
 
 def require_parameters(number: int, tensors: Sequence[Any]) -> None:
-    """Refuse what an optimizer cannot optimize.
+    """Refuse tensors that an optimizer cannot optimize.
 
     Raises:
         TypeError: Something that is no tensor, or no real floating-point tensor.
@@ -47,7 +47,7 @@ def require_float64(device: torch.device, where: str) -> None:
     """Refuse a device without float64, in which coefficients are computed.
 
     Raises:
-        ValueError: It has none; the message begins with ``where``.
+        ValueError: The device has no float64; the message begins with ``where``.
     """
     if device.type == "mps":
         raise ValueError(
@@ -60,7 +60,7 @@ def policy_for(policy: AnyPolicy | None, dtype: torch.dtype, number: int, *, mix
     """The policy of a group's parameters of one dtype.
 
     Raises:
-        ValueError: None was given for 16-bit parameters, or one that does not fit the dtype.
+        ValueError: There is no policy for 16-bit parameters, or it does not fit the dtype.
     """
     name = dtype_name(dtype, field=f"param group {number}")
     return native(name) if policy is None else for_dtype(policy, name, mixed=mixed)
@@ -75,7 +75,7 @@ def described(policies: Mapping[torch.dtype, AnyPolicy]) -> str:
 
 
 def as_lists(params: Params) -> Params:
-    """The constructor's argument with its generators read, so that it can be gone through twice; torch refuses what it cannot take.
+    """Read the generators of the constructor's argument, so that it can be read twice; torch refuses values that it cannot take.
 
     Raises:
         TypeError: A module in the place of its parameters.
@@ -164,7 +164,7 @@ def add_by_hand(groups: list[dict[str, Any]], count: int, add: Callable[[dict[st
 
 
 def named_by(params: Params, model: nn.Module) -> Params:
-    """Parameters or param groups with the names that a model has for them; as they are if they have names, or one is not the model's."""
+    """Return parameters with a model's names for them; unchanged if they have names, or if some are not the model's."""
     given: list[Any] = list(cast(Any, as_lists(params)))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -202,7 +202,7 @@ def tensors_of(params: Params) -> Iterator[Tensor]:
 def main_gradients(
     number: int, tree: Tree, policies: Mapping[torch.dtype, AnyPolicy]
 ) -> list[tuple[Tensor, torch.dtype]]:
-    """The parameters whose gradients a policy keeps in another dtype than the model's, with that dtype.
+    """Return the parameters with gradients in another dtype than the model's by their policy, with that dtype.
 
     Raises:
         ValueError: A policy that does not fit a parameter, or a gradient that exists already, in the model's dtype; or a DTensor, to which

@@ -1,4 +1,4 @@
-"""The parameters of a torch optimizer: which are stepped together, which wait, and what is kept for each of them."""
+"""The parameters of a torch optimizer: those that are stepped together, those that wait, and the state of each."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """One parameter with what is kept for it.
+    """One parameter with its state.
 
     Attributes:
         parameter: The parameter.
@@ -156,7 +156,7 @@ class Settled:
 
     Attributes:
         known: All of them, in order.
-        waiting: Those that are frozen, and have nothing but the number of their first element.
+        waiting: Frozen parameters. They have only the number of their first element.
         uninitialized: Those of lazy modules that have no shape yet.
     """
 
@@ -165,7 +165,7 @@ class Settled:
     uninitialized: list[Tensor] = field(default_factory=list)
 
     def is_current(self, given: list[Tensor], wanted: frozenset[int]) -> bool:
-        """Whether there is nothing to settle. Fast: it is asked at every step."""
+        """Whether all parameters are settled. Fast: called at every step."""
         if len(given) != len(self.known) or not all(map(is_, given, self.known)):
             return False
         if any(moves(p) or id(p) in wanted for p, _ in self.waiting):
@@ -180,7 +180,7 @@ class Plan:
     Attributes:
         new: Those that will be stepped.
         counted: How many elements of each dtype are numbered then.
-        settled: For each group, what is settled then.
+        settled: The parameters of each group after the plan.
     """
 
     new: list[New]
@@ -192,17 +192,17 @@ class Parameters:
     """The parameters of all param groups. They stay where they are, and may be moved or swapped before the first step.
 
     Args:
-        states: Shows what is kept for each.
+        states: Shows the state of each.
 
     Attributes:
         groups: The param groups as they are stepped.
         stepped: The parameters that are stepped here.
         visiting: Those that visit owners.
         axes: The ranks of each mesh.
-        sources: What is known of their transforms' requests.
-        ranks: The processes that have the other elements of plain tensors, and whether this one contributes its own; None: it has all.
-        memory: Of plain tensors that lie one after the other with their gradients, where they lie.
-        parts: Plain tensors that are a part of a parameter, whose other elements are elsewhere.
+        sources: The known requests of their transforms.
+        ranks: The processes with the other elements of plain tensors, and whether this process contributes its own; None: it has all.
+        memory: The memory of plain tensors that lie one after the other with their gradients.
+        parts: Plain tensors that are a part of a parameter, with other elements elsewhere.
     """
 
     def __init__(self, states: States) -> None:
@@ -220,7 +220,7 @@ class Parameters:
         self._firsts: dict[Tensor, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of the states a front end saves what others keep there.
+        # A front end saves the entries of other code in the states.
         return self.__dict__ | {"states": None, "sources": Sources(), "axes": {}}
 
     def add_group(self, group: Group) -> None:
@@ -247,14 +247,14 @@ class Parameters:
     def plan(
         self, param_groups: ParamGroups, wanted: frozenset[int], optimizers: Sequence[Optimizers] | None = None
     ) -> Plan | None:
-        """Decide what becomes of every parameter that has no state; nothing is changed. None: there are none.
+        """Plan the state of every parameter without state. No parameter is changed. None: all parameters have state.
 
-        A frozen parameter has no state until it is unfrozen; one of a lazy module not until it has a shape.
+        A frozen parameter has no state until it is unfrozen; a parameter of a lazy module has no state until it has a shape.
 
         Args:
             param_groups: The optimizer's.
             wanted: Parameters, by id, that get state although they are frozen.
-            optimizers: For each group, by dtype, what they will be stepped with; None: the present ones.
+            optimizers: The future optimizers of each group, by dtype; None: the present optimizers.
 
         Raises:
             RuntimeError: Parameters were cast since the optimizer was made, or taken out of a param group since the first step.
@@ -305,8 +305,8 @@ class Parameters:
         """Give every parameter that is trained, and has no state yet, its state.
 
         Raises:
-            RuntimeError: As :meth:`plan`.
-            ValueError: As :meth:`plan`.
+            RuntimeError: The plan cannot be made, as for :meth:`plan`.
+            ValueError: The plan cannot be made, as for :meth:`plan`.
         """
         plan = self.plan(param_groups, frozenset())
         if plan is not None:
@@ -379,7 +379,7 @@ class Parameters:
             group.steps[one.parameter.dtype].elements += local(one.parameter).numel()
         self.visiting.append(Visiting(members, rows))
         for member in members:
-            # The rest of the state is with the owner; torch asks whether there is any.
+            # The rest of the state is with the owner; torch looks whether there is any.
             self.states[member.parameter].publish({"step": member.step}, self.states.torch_names)
 
     def visited(self) -> Iterator[Visited]:
@@ -397,7 +397,7 @@ class Parameters:
                 yield member.parameter, entries_of(member), found
 
     def show(self, several: Iterable[Stepped]) -> None:
-        """Show what is kept for parameters in the optimizer's ``state``."""
+        """Show the state of parameters in the optimizer's ``state``."""
         for stepped in several:
             for number, parameter in enumerate(stepped.of.parameters):
                 self.states[parameter].publish(
@@ -405,7 +405,7 @@ class Parameters:
                 )
 
     def axis_and_counts(self, parameter: Tensor) -> tuple[eb.Axis, bool]:
-        """Return the processes that have other elements of a parameter, and whether this one, of those with the same, contributes them."""
+        """Return the processes with other elements of a parameter, and whether this process counts, of those with equal elements."""
         if not is_dtensor(parameter):
             return (eb.Local, True) if self.ranks is None else self.ranks
         mesh = mesh_of([parameter])
@@ -444,7 +444,7 @@ class Parameters:
     def number_elements(self, parameters: Iterable[Tensor]) -> None:
         """Number elements through all ``parameters`` of a model, as a ``FlatStepper`` does, whichever of them are this optimizer's.
 
-        By its number an element draws its random bits: a run goes on with the same ones in another front end.
+        An element draws its random bits by its number: a run goes on with the same bits in another front end.
         """
         counted: dict[torch.dtype, int] = {}
         firsts: dict[Tensor, int] = {}
@@ -490,7 +490,7 @@ class Parameters:
     # -- following ------------------------------------------------------------------------------------------------------------
 
     def require_followable(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse parameters that were given something else than other memory; nothing is changed.
+        """Refuse parameters with another dtype, device or shape, or with unusable memory. No parameter is changed.
 
         Raises:
             RuntimeError: A parameter has another dtype, device or shape, memory that cannot be written to, or memory of another parameter
@@ -531,7 +531,7 @@ class Parameters:
         """Step parameters where they lie now.
 
         Raises:
-            RuntimeError: As :meth:`require_followable`.
+            RuntimeError: The parameter cannot be followed, as for :meth:`require_followable`.
         """
         if all(one.of.in_place() for one in self.stepped):
             return
@@ -549,7 +549,7 @@ class Parameters:
 
 
 def moves(parameter: Tensor) -> bool:
-    """Whether a parameter is trained: else it has nothing but numbers."""
+    """Whether a parameter is trained. A frozen parameter has only a number."""
     return parameter.requires_grad or parameter.grad is not None
 
 
@@ -637,7 +637,7 @@ def _require_writable(new: Sequence[New], params: Sequence[list[Tensor]]) -> Non
 def shown(parameter: Tensor, entries: Iterable[tuple[Entry, Tensor]]) -> dict[str, Tensor]:
     """Return entries of a parameter's state by name, as views: in its shape where there is one number for each element.
 
-    Of a DTensor they are sharded as it is, but for counts, which all ranks have.
+    Those of a DTensor are sharded as it is. Counts are plain tensors on all ranks.
     """
     found: dict[str, Tensor] = {}
     shape = local(parameter).shape

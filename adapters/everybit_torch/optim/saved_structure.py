@@ -1,4 +1,4 @@
-"""The structure of a state dict, whatever optimizer it is of; copies of what it holds, and how it is shown in messages."""
+"""The structure of a state dict of any optimizer, copies of its values, and their descriptions in messages."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoin
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A state dict whose structure is right.
+    """A state dict with the right structure.
 
     Attributes:
         groups: Its param groups.
-        numbers: What it calls each parameter, in the optimizer's order; None for one that it does not have.
-        entries: By position of the parameter in the optimizer, what is saved for it.
-        elsewhere: What is saved under other keys.
-        missing: By position, the names of parameters that it does not have, where names decide.
+        numbers: The state dict's number of each parameter, in the optimizer's order; None for a parameter that it does not have.
+        entries: The saved entries, by position of the parameter in the optimizer.
+        elsewhere: The entries under other keys.
+        missing: The names of parameters that it does not have, by position, where names decide.
         unexpected: Names that the optimizer does not have.
     """
 
@@ -194,7 +194,7 @@ def names(keys: Iterable[object]) -> str:
 
 
 def copied(value: Any, where: str, device: torch.device | None = None) -> Any:
-    """A copy that shares nothing; tensors on ``device``, in their own dtypes.
+    """Return a copy that shares no memory; tensors on ``device``, in their own dtypes.
 
     Raises:
         ValueError: It cannot be copied; the message begins with ``where``.
@@ -205,7 +205,7 @@ def copied(value: Any, where: str, device: torch.device | None = None) -> Any:
 def _copied(value: Any, where: str, device: torch.device | None, known: dict[int, Any], depth: int) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
-    # What is referred to twice is copied once, as deepcopy does, so that few containers cannot unfold into many.
+    # A value that is referred to twice is copied once, as deepcopy does, so that few containers cannot unfold into many.
     if id(value) in known:
         if known[id(value)] is known:
             raise ValueError(f"{where}: contains itself; accepted are values that do not.")

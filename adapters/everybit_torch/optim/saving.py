@@ -18,7 +18,7 @@ from everybit_torch.optim.visits import entries_of
 
 
 def packed(front: Front) -> dict[str, Any]:
-    """Everything per parameter, as stored; and what others keep.
+    """Return the state of each parameter as stored, and the entries of other code.
 
     Raises:
         ValueError: State of a tensor that is no parameter of the optimizer.
@@ -53,7 +53,7 @@ def packed_in_full(front: Front) -> dict[str, Any]:
     """Return the decoded state of each parameter with its weights, and copies of the entries that other code keeps.
 
     Raises:
-        ValueError: As :func:`packed`.
+        ValueError: The state cannot be packed, as for :func:`packed`.
     """
     full = full_precision.decoded_all(front.own)
     numbers = _numbers(front)
@@ -62,7 +62,7 @@ def packed_in_full(front: Front) -> dict[str, Any]:
         if not isinstance(key, Tensor):
             state[key] = copied(entries, f"state[{shown(key)}]")
             continue
-        # What is put aside is in the formats of this policy, which another may not have.
+        # State that is put aside is in the formats of this policy, which another policy may not have.
         kept = {name: x for name, x in entries.packed({}).items() if not str(name).startswith(UNUSED)}
         number = _number(numbers, key)
         if entry := full.get(id(key), {}) | copied(kept, f"state[{number}]"):
@@ -79,7 +79,7 @@ def _numbers(front: Front) -> dict[int, int]:
 
 
 def _packed_groups(front: Front, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
-    """The param groups without hyperparameters that are code: who loads them has its own, and no checkpoint has to be trusted."""
+    """Return the param groups without hyperparameters that are code, so that a checkpoint holds data alone."""
     packed = []
     owners = {id(group): own for group, own in zip(front.own_groups, front.own.groups, strict=True)}
     for group in front.param_groups:
@@ -93,7 +93,7 @@ def _number(numbers: Mapping[int, int], parameter: Tensor) -> int:
     """Return the number of a parameter in checkpoints.
 
     Raises:
-        ValueError: It is none of the optimizer's.
+        ValueError: It is no parameter of the optimizer.
     """
     if id(parameter) not in numbers:
         raise ValueError(

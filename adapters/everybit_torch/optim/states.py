@@ -1,9 +1,9 @@
-"""``optimizer.state``: what the optimizer keeps for each parameter, as views of its memory, and what others keep beside it.
+"""``optimizer.state``: the optimizer's entries for each parameter, as views of its memory, and the entries of other code.
 
 In ``torch.optim`` the state of a parameter is a dict that belongs to everybody: the optimizer looks up its tensors there at every step,
 and wrappers such as Lookahead read them, replace them, and add entries of their own. Here the optimizer's tensors lie in segments, and
-the dict shows them. So the dict itself has to know which entries are the optimizer's: an assignment to one of them writes into the
-segment's memory, taking one away is refused, and every other entry is kept.
+the dict shows them. So the dict itself has to know which entries are the optimizer's: an assignment to such an entry writes into the
+segment's memory, its removal is refused, and every other entry is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RESET = (
 
 
 def is_own_name(name: object) -> bool:
-    """Whether an optimizer of this library may call an entry so: one that it keeps in a checkpoint, of whatever transform."""
+    """Whether an optimizer of this library may give an entry this name, for whatever transform."""
     if not isinstance(name, str) or name.startswith((UNUSED, KEPT)):
         return False
     stem = name.split(".")[0].split("#")[0].split("[")[0]
@@ -43,8 +43,8 @@ def is_own_name(name: object) -> bool:
 class ParameterState(dict[Any, Any]):
     """The entries of one parameter's state.
 
-    Reading, iterating and comparing are a dict's. Of the optimizer's own entries: assigning a tensor writes its values into the memory
-    that is stepped; deleting one is refused. torch's names (``exp_avg``) stand for the entries that torch's optimizer of the same name
+    Reading, iterating and comparing are a dict's. Assigning a tensor to an entry of the optimizer writes its values into the memory
+    that is stepped; deleting it is refused. torch's names (``exp_avg``) stand for the entries that torch's optimizer of the same name
     calls so, in lookups and assignments; iteration shows each entry once, under its own name.
     """
 
@@ -66,10 +66,10 @@ class ParameterState(dict[Any, Any]):
         return {name: value for name, value in self.items() if name not in self._own}
 
     def packed(self, own: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
-        """Return the entries as a state dict holds them: a plain dict, by names that tell whose an entry is.
+        """Return the entries as a state dict holds them: a plain dict, with names that tell the owner of an entry.
 
         Args:
-            own: In the place of the optimizer's entries; None: as they are.
+            own: Entries in place of the optimizer's; None: the present entries.
         """
         kept = {KEPT + name if is_own_name(name) else name: value for name, value in self.kept.items()}
         return {**(self.own if own is None else own), **kept}
@@ -196,7 +196,7 @@ class ParameterState(dict[Any, Any]):
             whole.copy_(new)
 
     def _in_parts(self, name: str) -> bool:
-        """Whether an entry is one of several tensors that stand for one number each."""
+        """Whether several tensors stand for the entry's number."""
         stem = name.rpartition(".")[0]
         return stem in self._own or any(other.startswith(f"{name}.") for other in self._own)
 
@@ -233,7 +233,7 @@ class ParameterState(dict[Any, Any]):
         return super().popitem()
 
     def clear(self) -> None:
-        """Remove all entries, if the optimizer has none here yet."""
+        """Remove all entries, unless the optimizer has entries here."""
         self._require_none_gone(self._own)
         super().clear()
 
@@ -272,7 +272,7 @@ class States(defaultdict[Any, Any]):
     # -- for the optimizer ----------------------------------------------------------------------------------------------------
 
     def migrate(self, parameter: Tensor, own: Mapping[str, Tensor], begun: Iterable[str], ended: Iterable[str]) -> None:
-        """Show other entries: slots that ended are put aside, and those that began go on from what is here."""
+        """Show other entries: ended slots are put aside, and new slots go on from entries that are here."""
         state = self[parameter]
         before = state.own
         state.publish(own, self.torch_names)
@@ -325,7 +325,7 @@ class States(defaultdict[Any, Any]):
 
 
 def state_replaced() -> RuntimeError:
-    """Return the error for an optimizer whose ``state`` was given another object after its first step."""
+    """Return the error for an optimizer with a ``state`` that was replaced after its first step."""
     return RuntimeError(
         "optimizer.state was replaced, and the optimizer steps with what it kept in the one before. "
         + _RESET

@@ -61,8 +61,8 @@ class Prepared:
     Attributes:
         parameters: All there are.
         tasks: Those that have gradients, and are stepped here.
-        visits: Those that visit owners, of which some have gradients.
-        totals: Of each task the totals of the transform's requests, by id; and of each source whose parameters visit.
+        visits: Parameters that visit owners, some of which have gradients.
+        totals: The totals of the transform's requests by id of the task, and those of visiting parameters by source.
         gathered: Gradients that were gathered for them.
     """
 
@@ -119,7 +119,7 @@ def prepare(parameters: Parameters) -> Prepared:
 
 
 def gradients(one: Stepped) -> list[Tensor | None]:
-    """Return the gradients of parameters; None for one without.
+    """Return the gradients of parameters; None for a parameter without.
 
     Raises:
         TypeError: A sparse gradient.
@@ -161,7 +161,7 @@ def _totals(
 ) -> dict[object, list[Tensor]]:
     """Find the totals of one source's requests, by task and of what visits.
 
-    Of a parameter that visits the norm is that of this rank's rows, if that is all it is.
+    The norm of a parameter that visits is computed from this rank's rows, if it is the only request.
     """
     finds: dict[int, Callable[[Tensor, Sequence[Tensor], Due], Partial | None]] = {}
     work: list[Work] = []
@@ -202,11 +202,11 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
     """Carry a step out.
 
     Args:
-        prepared: By :func:`prepare`.
+        prepared: The result of :func:`prepare`.
         metrics: Whether to measure it.
 
     Returns:
-        What was measured of the parameters here.
+        The metrics of the parameters on this rank.
     """
     measured: Metrics | None = None
     every = [parameter for one in prepared.parameters.stepped for parameter in one.of.parameters] if metrics else []
@@ -263,11 +263,11 @@ def again(parameters: Parameters, number: int) -> Callable[[], None]:
 def over_all(
     parameters: Sequence[Tensor], measured: Metrics | None, ranks: tuple[eb.Axis, bool] | None = None
 ) -> Metrics | None:
-    """Add up what was measured over the processes that have parts of the parameters. Every process has to call it.
+    """Add up metrics over the processes that have parts of the parameters. Collective.
 
     Args:
         parameters: The parameters.
-        measured: Of the parts here.
+        measured: The metrics of the parts on this rank.
         ranks: The processes that have the other parts of plain tensors; see :class:`~everybit_torch.optim.parameters.Parameters`.
 
     Raises:
@@ -283,5 +283,5 @@ def over_all(
 
 
 def added(total: Metrics, measured: Metrics) -> Metrics:
-    """Add what was measured elsewhere, maybe on another device."""
+    """Add metrics, maybe from another device."""
     return total + eb.tree.map(lambda x, like: x.to(like.device), measured, total)

@@ -53,7 +53,7 @@ def from_torch(front: Front, state_dict: object, *, strict: bool = True) -> Save
 
     Raises:
         TypeError: torch has no such optimizer.
-        ValueError: The checkpoint is another optimizer's, or has options that this one has not.
+        ValueError: The checkpoint is another optimizer's, or has options that this optimizer does not have.
     """
     torchs = _names_of(front)
     kind = type(front).__name__
@@ -98,7 +98,7 @@ def from_torch(front: Front, state_dict: object, *, strict: bool = True) -> Save
 
 
 def _widened(value: Any) -> Any:
-    """Widen a tensor to at least float32, which is exact; what is no plain tensor is returned as it is, and refused where it is judged."""
+    """Widen a tensor to at least float32, which is exact. Other values are returned unchanged, and refused when they are judged."""
     plain = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
     if not plain or value.device.type == "meta" or not value.is_floating_point() or not has_memory(value):
         return value

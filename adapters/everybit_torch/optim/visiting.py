@@ -1,6 +1,6 @@
-"""Parameters of which ranks hold rows, and that are stepped whole: what a step and a state dict do with them.
+"""Parameters that are stepped whole although ranks hold rows of them: their steps and state dicts.
 
-Every rank calls what is here, in the same order: rows travel to the owners, and back.
+Every rank calls these functions, in the same order: rows travel to the owners, and back.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class Visiting:
     # -- a step ---------------------------------------------------------------------------------------------------------------
 
     def contribution(self, member: Visited, grads: Sequence[Tensor | None], totals: Sequence[Tensor]) -> Partial | None:
-        """Return what this rank contributes to a total for a parameter; nothing of one that it does not own.
+        """Return this rank's contribution to a total for a parameter; zero or the least value without ownership.
 
-        At the first parameter that is asked for all of them visit their owners.
+        All of them visit their owners at the first call of a step.
         """
         if self._asked is None or self._asked[0] != len(totals):
             found: dict[Visited, Partial | None] = {}
@@ -136,14 +136,14 @@ class Visiting:
         )
 
     def _without_elements(self, member: Visited, totals: Sequence[Tensor]) -> Partial | None:
-        """Learn at a rank that owns nothing which request comes next."""
+        """Find the next request at a rank without a parameter of its own."""
         here = local(member.parameter)
         zeros = torch.zeros(member.parameter.shape, dtype=here.dtype, device=here.device)
         segment = Segment.new(member.optimizer, zeros, member.visitor.first)
         return member.steps.find(segment, torch.zeros_like(zeros), totals, member.due, decision=member.decision)
 
     def step(self, grads: Sequence[Tensor | None], totals: Sequence[Tensor], *, metrics: bool) -> Metrics | None:
-        """Step the parameters that have a gradient, each at its owner; return what was measured here."""
+        """Step the parameters that have a gradient, each at its owner; return the metrics of this rank."""
         measured: Metrics | None = None
 
         def step(segment: Segment, grad: Tensor) -> None:
@@ -184,8 +184,8 @@ class Visiting:
         """Give owners tensors of which ranks have rows.
 
         Args:
-            given: By id of the parameter, DTensors by name.
-            into: Takes whole tensors over; None: none were given for the parameter.
+            given: DTensors by name, by id of the parameter.
+            into: Takes whole tensors over; None: the parameter has no given tensors.
             known: Which tensors there may be.
             weights: Whether ``into`` needs the weights, and may change them.
         """

@@ -115,7 +115,7 @@ class Visits:
         return travel
 
     def agree(self, said: str) -> bool:
-        """Return whether all ranks say the same. Every rank has to call it. Backends that would have the host wait are not asked."""
+        """Return whether all ranks say the same. Collective. Backends where the host would have to wait are left out."""
         told = zlib.crc32(said.encode())
         answer = torch.tensor([told, -told])
         for ranks in (self.shards, *([] if self.copies is None else [self.copies])):
@@ -230,13 +230,13 @@ class Visits:
         """Give the owners tensors of which ranks have rows, as :meth:`hand_out` returns them. Every rank has to call it.
 
         Args:
-            values: For each parameter this rank's rows, by name.
+            values: This rank's rows of each parameter, by name.
             like: Says which tensors there have to be, and of which shapes and dtypes.
             into: Takes whole tensors over at the owner. It may change the segment's weights, if they are there.
             weights: Whether it needs the present weights, of which the new values then travel back.
 
         Raises:
-            ValueError: A name is missing, or rows have another shape or dtype. Nothing is changed on any rank.
+            ValueError: A name is missing, or rows have another shape or dtype. No rank's state is changed.
         """
         of = dict(zip(self.visitors, values, strict=True))
         kinds = self._kinds(like)

@@ -1,1 +1,1 @@
-"""Room ``planning``: what a rank keeps and sends, from names, shapes and dtypes, before anything is allocated."""
+"""Room ``planning``: memory and traffic of a rank, from names, shapes and dtypes, before any allocation."""

@@ -1,4 +1,4 @@
-"""Counts the memory that torch operations allocate, to the byte: on real tensors, or on meta tensors, where nothing is allocated."""
+"""Counts the memory that torch operations allocate, to the byte: on real tensors, or on meta tensors without memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ INSIDE: Mapping[str, Callable[..., Any]] = {
 class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, every storage that an operation makes is counted until it is freed.
 
-    What an operation of torch allocates for itself and frees before it returns is not seen; of everybit's own it is.
+    Memory that an operation of torch allocates for itself and frees before it returns is not seen; that of everybit's own is.
 
     Args:
         counts: Asked at each allocation whether it is to be counted; None: all are.
         smallest: Storages of fewer bytes are not counted.
 
     Attributes:
-        live: Bytes of what was made and is not freed yet.
+        live: Bytes of tensors that are not freed yet.
         peak: The most that ``live`` has been.
     """
 
@@ -46,7 +46,7 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak: int = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and look at what it returns."""
+        """Run the operation, and count its results."""
         given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         inside = INSIDE.get(function.name())
         if inside is None:

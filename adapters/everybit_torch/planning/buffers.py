@@ -1,4 +1,4 @@
-"""Predicts memory and traffic of a model on flat buffers: what persists and what is sent to the byte, and the largest temporaries."""
+"""Predicts memory and traffic of a model on flat buffers: persistent and sent bytes exactly, and the largest temporaries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Part:
         buffer: The places of its parameters.
         share: The length of this rank's share.
         places: This rank's part of each parameter, with positions in the share.
-        label: What they are stepped with.
+        label: The label, with transform and policy.
         resolved: The formats.
         grads: How gradients are kept and sent.
         device: On which the run will be.
@@ -84,7 +84,7 @@ class _Part:
         return eb.Optimizer(self.label.transform, self.label.policy)
 
     def stepped(self) -> Iterator[tuple[tuple[int, ...], int | Blocks | Scattered]]:
-        """Yield what is stepped at once: its shape, and the indices of its elements."""
+        """Yield the shapes that are stepped at once, with the indices of their elements."""
         if self.is_whole or self.optimizer().per_tensor:
             for place in self.places:
                 shape = place.spec.shape if place.numel else (0, *place.spec.shape[1:])
@@ -131,8 +131,8 @@ def plan_buffers(
         parameters: All that are managed, by name.
         buffers: The places of those that are trained.
         labelled: What these are stepped with.
-        kind: What is sharded.
-        ranks: How many there are, and whose bytes.
+        kind: The tensors that are sharded.
+        ranks: The numbers of ranks, and the planned rank.
         microbatches: Backward passes in a step.
         compile: Whether steps are compiled.
         metrics: Whether steps are measured.
@@ -192,7 +192,7 @@ def _wire(parts: Sequence[_Part], kind: Sharding, ranks: Ranks, microbatches: in
 
 
 def _under_way(parts: Sequence[_Part], kind: Sharding, ranks: Ranks) -> int:
-    """Bytes of all reductions of a pass at once: what is sent, where it is not the main gradient, and what an exact wire receives."""
+    """Bytes of all reductions of a pass at once: copies that are sent, and the input of an exact sum."""
     nbytes = 0
     for one in parts:
         wire, numel = one.grads.inner, one.buffer.numel
@@ -217,9 +217,9 @@ def _step(parts: Sequence[_Part], device: torch.device, *, compile: bool) -> int
 
 
 def _measured(one: _Part, shape: tuple[int, ...], *, in_a_row: bool) -> int:
-    """What a step of a tensor takes; of one with more than :data:`PIECE` elements what a smaller one takes, times the elements.
+    """Bytes of temporaries of a step; of a tensor longer than :data:`PIECE`, those of a shorter tensor times the elements.
 
-    What is computed on the way has one number for each element, or few beside these: for each row, or one in all. Products of a matrix
+    Temporaries have one number for each element, or few beside these: for each row, or one in all. Products of a matrix
     with itself grow as it does if it keeps its proportions.
     """
     smaller = list(shape)

@@ -1,8 +1,8 @@
 """Predicts memory and traffic from names, shapes and dtypes, before anything is allocated.
 
-Persistent bytes are the sums of what is kept. Of what comes and goes the largest tensors are counted: gradients under way, and what the
-step of one piece computes, which is found by stepping one. Activations and the gradients that autograd holds, one parameter's at a time,
-are left out. Under ``optim_grads_params`` FSDP2 allocates most of what comes and goes, and that is estimated.
+Persistent bytes are the sums of all persistent tensors. Of temporaries the largest are counted: gradients that are being reduced, and the
+tensors that the step of one piece computes, which is found by stepping one piece. Activations and the gradients that autograd holds, one
+parameter's at a time, are left out. Under ``optim_grads_params`` FSDP2 allocates most temporaries, and they are estimated.
 
 Bytes on the wire are what one rank sends, as a ring sends it. For ``n`` ranks, weights of ``w`` bytes in all, gradients of ``c`` bytes in
 the wire's dtype, and ``k`` microbatches, up to the padding:
@@ -71,10 +71,10 @@ def plan(
     device: torch.device | str = "cpu",
     **changes: Unpack[StepperKeywords],
 ) -> Plan:
-    """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
+    """Predict the memory and traffic of a :class:`FlatStepper` with these arguments on a rank, after it is made.
 
-    Ranks differ by their padding and by counters, some bytes; and by what they have of tensors that must stay whole, of which
-    :attr:`Plan.whole_tensors` names the rank with the most. What a model has beside its parameters (buffers) is not counted. Where a
+    Ranks differ by their padding and by counters, some bytes; and by their share of tensors that must stay whole, of which
+    :attr:`Plan.whole_tensors` names the rank with the most. A model's buffers (beside its parameters) are not counted. Where a
     parameter had no gradient on any rank in some step, it has counters of its own from then on, which are not counted.
 
     Args:
@@ -89,8 +89,8 @@ def plan(
         **changes: Single options by name, in place of those of ``options``.
 
     Raises:
-        TypeError: As the stepper.
-        ValueError: As the stepper; and for numbers below 1, or a rank that does not exist.
+        TypeError: An argument that the stepper refuses.
+        ValueError: An argument that the stepper refuses, numbers below 1, or a rank that does not exist.
 
     Examples:
         >>> import torch, everybit as eb

@@ -24,20 +24,20 @@ class Plan:
     """The persistent, transient and sent bytes of one rank.
 
     Attributes:
-        sharding: What is sharded.
+        sharding: The tensors that are sharded.
         ranks: The ranks over which it is sharded.
         parameters: Elements of the whole model.
         padding: Elements of all buffers that belong to no parameter.
         persistent: Bytes between steps, by use: ``parameters``, ``compensation`` or ``main parameters``, ``gradients``, each slot
             (``momentum``, ``variance``), ``counters``, ``bookkeeping``.
         transient: The largest temporaries on top of the persistent bytes, by phase: in ``forward`` the weights that FSDP2 gathers; in
-            ``backward`` gradients under way, of all buffers at once; in ``step`` what is computed of one piece. Under
+            ``backward`` gradients under way, of all buffers at once; in ``step`` the temporaries of one piece. Under
             ``optim_grads_params`` FSDP2 allocates most of them, and they are estimates.
         wire: Bytes sent in one step, by collective: ``reduce_scatter``, ``all_gather``, ``all_reduce``, ``all_to_all``. Numbers that a
             transform requests of all ranks, some bytes, are not counted.
         microbatches: Backward passes in one step.
         weights: Elements of the whole model by the format of their weights, as code; ``"frozen"`` for frozen parameters.
-        whole_tensors: How evenly tensors that must stay whole are distributed over the ranks; None where there are none, or nothing is
+        whole_tensors: How evenly tensors that must stay whole are distributed over the ranks; None without such tensors, or if no tensor is
             sharded.
     """
 
@@ -98,7 +98,7 @@ _LAST = ("counters", "bookkeeping")
 
 
 def in_order(persistent: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes by use: first what the model has, then what the optimizer keeps, then what is kept beside them."""
+    """Return bytes by use: first the model's, then the optimizer's, then those beside them."""
     slots = [name for name in persistent if name not in (*_FIRST, *_LAST)]
     first = [name for name in _FIRST if persistent.get(name)]
     return {name: persistent.get(name, 0) for name in (*first, *slots, *_LAST)}

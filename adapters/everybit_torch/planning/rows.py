@@ -1,4 +1,4 @@
-"""Predicts memory and traffic of a model that FSDP2 shards: what is ours to the byte, and FSDP2's own buffers as estimates."""
+"""Predicts memory and traffic of a model that FSDP2 shards: ours to the byte, and FSDP2's own buffers as estimates."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def plan_units(
     """Plan one rank.
 
     Args:
-        parameters: By name; of DTensors the shape of the whole counts.
+        parameters: The parameters by name, with their whole shapes.
         homes: The unit of each.
         labelled: What those that are trained are stepped with.
-        kind: What is sharded.
-        ranks: How many there are, and whose bytes.
+        kind: The tensors that are sharded.
+        ranks: The numbers of ranks, and the planned rank.
         microbatches: Backward passes in a step.
         metrics: Whether steps are measured.
     """
@@ -80,7 +80,7 @@ def plan_units(
         persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
     own = weights[""]
     gathered = own + 2 * max((size for unit, size in weights.items() if unit), default=0)
-    # The gradients that autograd has made and FSDP2's copy, in the model's dtype; what is sent; and what is received.
+    # The gradients that autograd has made and FSDP2's copy, in the model's dtype; the sent tensor; and the received tensor.
     sent = max(
         (
             2 * (weights[unit] + numel * ranks.inner * grads[unit].inner.dtype.itemsize)
@@ -106,7 +106,7 @@ def _share(shape: tuple[int, ...], kind: Sharding, ranks: Ranks) -> tuple[int, i
 def _state(
     optimizer: eb.Optimizer[Any], shape: tuple[int, ...], dtype: torch.dtype, kind: Sharding, ranks: Ranks
 ) -> OptimizerState[Any]:
-    """What a rank keeps of a parameter's state, without memory: of its rows, or this rank's rows of each tensor of a whole one's."""
+    """A rank's state of a parameter, without memory: of its rows, or this rank's rows of the state at an owner."""
     rows = _share(shape, kind, ranks)[0]
     if not optimizer.needs_whole:
         return optimizer.init([torch.empty(rows * math.prod(shape[1:]), dtype=dtype, device="meta")])

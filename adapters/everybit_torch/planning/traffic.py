@@ -1,4 +1,4 @@
-"""The bytes that one rank sends in a collective, if collectives are rings."""
+"""The bytes that a rank sends in a collective over a ring."""
 
 from __future__ import annotations
 

@@ -12,18 +12,18 @@ from everybit_torch.flat import Buffer
 class WholeTensors:
     """How whole tensors are distributed over the ranks that step different parameters.
 
-    Work is what a step costs by the transform's own account: multiply-adds of Muon's iteration, or else elements.
+    Work is the cost of a step by the transform's own account: multiply-adds of Muon's iteration, or else elements.
 
     Attributes:
         tensors: How many there are.
         ranks: Over which they are distributed.
-        without: The numbers of the ranks that have none, counted as in the mesh.
-        work: Of the planned rank.
-        mean_work: Of a rank on average.
-        most_work: Of the rank with the most.
-        elements: Of the planned rank.
-        mean_elements: Of a rank on average.
-        most_elements: Of the rank with the most.
+        without: The numbers of the ranks without whole tensors, counted as in the mesh.
+        work: Work of the planned rank.
+        mean_work: Mean work of the ranks.
+        most_work: Work of the rank with the most.
+        elements: Elements of the planned rank.
+        mean_elements: Mean elements of the ranks.
+        most_elements: Elements of the rank with the most.
         fullest: That rank's number, counted as in the mesh.
     """
 
@@ -40,7 +40,7 @@ class WholeTensors:
 
     @property
     def idle(self) -> int:
-        """How many ranks have none."""
+        """The number of ranks without whole tensors."""
         return len(self.without)
 
     @property
@@ -58,7 +58,7 @@ class WholeTensors:
 
 
 def distribution(buffers: Sequence[Buffer], shares: int, share: int) -> WholeTensors | None:
-    """Return how the whole tensors of a layout are distributed; None: there are none.
+    """Return the distribution of the whole tensors of a layout; None without whole tensors.
 
     Args:
         buffers: The layout.

@@ -1,4 +1,4 @@
-"""The requests that a transform makes, and what each is computed from: found by a run on a tensor without elements.
+"""The requests of a transform, and the sources of their values: found by a run on a tensor without elements.
 
 Transforms of this library make the same requests at every step. For them this is found once, so that a step need not run them to learn that
 the norm of the gradients is all they request.
@@ -25,11 +25,11 @@ MOST = 64
 
 
 class Source(NamedTuple):
-    """What a request is computed from.
+    """The source of a request's value.
 
     Attributes:
         gradient_norm: Whether the contribution is the sum of the squares of the gradients as they came.
-        pending: Whether there is a request: False if the transform makes none after those that are answered.
+        pending: Whether there is a request: False if the transform makes no further request.
     """
 
     gradient_norm: bool
@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
 
 class Sources:
-    """What the requests of transforms are computed from, found once for each."""
+    """The sources of requests, found once for each transform."""
 
     def __init__(self) -> None:
         self._found: dict[object, Source] = {}
@@ -45,7 +45,7 @@ class Sources:
         self._in_work: dict[int, tuple[eb.Optimizer[Any], bool]] = {}
 
     def _form(self, optimizer: eb.Optimizer[Any]) -> Form | None:
-        """What transforms with the same requests at every step have in common; None: a transform whose requests may change."""
+        """A key for transforms with the same requests at every step; None: the requests may change."""
         known = self._forms.get(id(optimizer))
         if known is None or known[0] is not optimizer:
             if len(self._forms) > MOST:
@@ -55,10 +55,10 @@ class Sources:
         return known[1]
 
     def of(self, segment: Segment, totals: Sequence[Tensor], due: Due) -> Source:
-        """Return the source of the first request after those that ``totals`` answer.
+        """Return the source of the next request after those with ``totals``.
 
         Args:
-            segment: Of any elements that the transform steps.
+            segment: A segment of any elements that the transform steps.
             totals: The totals that are known.
             due: The periodic work that is due.
         """
@@ -73,7 +73,7 @@ class Sources:
         return self._found[key]
 
     def in_periodic_work(self, segment: Segment) -> bool:
-        """Whether a transform may make requests inside of periodic work. Of one that needs whole tensors it is not known."""
+        """Whether a transform may make requests inside of periodic work. For a transform that needs whole tensors it is unknown."""
         optimizer = segment.optimizer
         known = self._in_work.get(id(optimizer))
         if known is None or known[0] is not optimizer:
@@ -114,7 +114,7 @@ def _count(segment: Segment, due: Due) -> int:
 
 
 def form_of(transform: eb.Transform[Any]) -> Form:
-    """Return the classes of a transform and of those inside it, with their choices; numbers do not change what is requested."""
+    """Return the classes of a transform and of those inside it, with their choices; numbers do not change the requests."""
     return tuple(
         (type(node), *(value if isinstance(value, str | bool | None) else type(value) for value in _values(node)))
         for node in transforms_in(transform)

@@ -30,7 +30,7 @@ class Memory(NamedTuple):
 def neighbours(lengths: Sequence[int], firsts: Sequence[int], short: int) -> list[slice]:
     """Return which parameters that lie one after the other are stepped at once, if each element draws random bits by its index.
 
-    Those whose indices follow each other are, and short ones of whatever indices: they keep 4 bytes for each element.
+    Those with consecutive indices are, and short parameters with any indices: they keep 4 bytes for each element.
 
     Args:
         lengths: The number of elements of each parameter.
@@ -110,4 +110,4 @@ class Run(Bucket):
         return self._gradient
 
     def scatter(self) -> None:
-        """Do nothing: the new values are in the parameters' memory."""
+        """A no-op: the new values are in the parameters' memory."""

@@ -115,7 +115,7 @@ class Segment:
     ) -> Iterator[tuple[slice, Segment]]:
         """Cut a long vector, for work that goes through it a part at a time.
 
-        What is no vector is one piece, and so is a parameter of which a transform requests numbers: a piece would answer for itself.
+        A tensor that is no vector is one piece, and so is a parameter of which a transform requests numbers, since they are of the whole.
 
         Args:
             elements: About the length of a piece: pieces begin at multiples of a block.

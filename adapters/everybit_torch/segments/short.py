@@ -56,7 +56,7 @@ class Bucket:
         optimizer: The optimizer, as masks and labels came out.
         parameters: At least one, in order. Of a DTensor this rank's part is stepped.
         firsts: Global index of the first element of each.
-        is_part: Whether a single plain tensor is a part of a parameter, whose other elements are elsewhere.
+        is_part: Whether a single plain tensor is a part of a parameter, with other elements elsewhere.
 
     Attributes:
         segment: The vector and its state.
@@ -211,7 +211,7 @@ def indices(
         lengths: The number of elements of each parameter.
         firsts: Global index of the first of them.
         block: Elements for which a format stores one number.
-        device: Of the vector.
+        device: The device of the vector.
     """
     here = [(first, length) for first, length in zip(firsts, lengths, strict=True) if length]
     firsts, lengths = [first for first, _ in here] or list(firsts[:1]), [length for _, length in here] or [0]

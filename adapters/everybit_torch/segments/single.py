@@ -39,7 +39,7 @@ class Single:
             optimizer: The optimizer, as masks and labels came out.
             parameter: The parameter.
             first: Global index of its first element here.
-            is_part: Whether a plain tensor is a part of one, whose other elements are elsewhere.
+            is_part: Whether a plain tensor is a part of a parameter, with other elements elsewhere.
         """
         is_part = shares_numbers(parameter, optimizer, is_part)
         return cls(Segment.new(optimizer, as_stepped(parameter, optimizer), first, is_part), parameter)
@@ -66,7 +66,7 @@ class Single:
         return grad if grad.shape == shape else grad.reshape(shape)
 
     def scatter(self) -> None:
-        """Do nothing: the new values are in the parameter's memory."""
+        """A no-op: the new values are in the parameter's memory."""
 
     def renumber(self, firsts: Sequence[int]) -> None:
         """Give the elements other global indices, from which they draw their random bits."""
@@ -101,10 +101,10 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 
 class Places:
-    """Where tensors lie: what changes when one of them is given other memory.
+    """The addresses, strides and kinds of tensors, which change when a tensor is given other memory.
 
-    Every step asks this of all parameters. So it compares lists of addresses, of strides and of kinds, and not parameter by parameter, and
-    keeps nothing that the garbage collector would have to follow.
+    Every step compares them for all parameters. So it compares lists of addresses, of strides and of kinds, and not parameter by
+    parameter, and keeps no object that the garbage collector would have to follow.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

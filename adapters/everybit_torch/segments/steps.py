@@ -31,7 +31,7 @@ MOST_PERIODS = LIMIT.bit_length() - 1
 
 
 def require_compile(value: object) -> None:
-    """Refuse what is no choice of whether to compile.
+    """Refuse a value that does not say whether to compile.
 
     Raises:
         ValueError: Neither True, nor False, nor ``"auto"``.
@@ -79,7 +79,7 @@ class Steps:
         self._begin()
 
     def follow(self, arguments: Mapping[str, Any]) -> None:
-        """Step with other hyperparameters from here on; segments are given the optimizer of these. Other numbers compile nothing anew."""
+        """Step with other hyperparameters from here on; segments are given the optimizer of these. Other numbers need no new code."""
         self.arguments = dict(arguments)
         self._steps.follow()
         self._finds.follow()
@@ -97,7 +97,7 @@ class Steps:
     def due(self, segment: Segment) -> Due:
         """Return the periodic work that is due at a segment's next step, as far as the host says it.
 
-        Compiled code is made for each answer, so that there the host answers of the longest periods, and the device decides of others.
+        Compiled code is made for each decision, so that there the host decides for the longest periods, and the device for others.
         """
         found = segment.due()
         return found[-MOST_PERIODS:] if found and self.compiles(segment.tensor.device) else found

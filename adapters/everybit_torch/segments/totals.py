@@ -130,7 +130,7 @@ def find_totals(
     Args:
         work: The segments of one transform.
         find: Finds a segment's contribution.
-        sources: What is known of the transform's requests.
+        sources: The known sources of the transform's requests.
 
     Raises:
         RuntimeError: Segments make different requests.

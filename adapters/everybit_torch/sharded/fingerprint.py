@@ -33,7 +33,7 @@ _DEPTH = 12
 
 
 def describe(value: object, depth: int = _DEPTH) -> str:
-    """A value as text that is the same in every process: no addresses, functions by their names and what they close over."""
+    """Return a value as text that is the same in every process: without addresses, with functions by their names and closures."""
     if depth == 0:
         return "..."
     below = depth - 1
@@ -84,10 +84,10 @@ def facts_of(
     labelled: Labelled,
     ranks: tuple[Communicator, Communicator],
 ) -> Facts:
-    """List what has to be the same on every rank of a stepper, by name.
+    """List the facts that have to be the same on every rank of a stepper, by name.
 
     Args:
-        model: For its buffers.
+        model: The model, for its buffers.
         options: The stepper's.
         parameters: Those that are managed, by name.
         homes: The unit of each that is trained.
@@ -130,10 +130,10 @@ def looked_at(look: Callable[[], L], facts: Callable[[L], Facts], ranks: tuple[C
 
 
 def require_alike(facts: Facts | Exception, inner: Communicator, outer: Communicator) -> None:
-    """Compare this rank's facts with all others'. Every rank has to call it, also one that could not make its stepper.
+    """Compare this rank's facts with all others'. Collective, also for a rank that could not make its stepper.
 
     Args:
-        facts: Of this rank; or why it has none.
+        facts: This rank's facts, or the reason why they are missing.
         inner: The inner ranks.
         outer: The outer ranks.
 
@@ -167,10 +167,10 @@ def require_alike(facts: Facts | Exception, inner: Communicator, outer: Communic
 
 
 def fetch_text(payload: bytes, rank: int, inner: Communicator, outer: Communicator) -> str:
-    """One rank's text, on every rank: through the outer ranks to its row, and through the inner ones along it.
+    """Send one rank's text to every rank: through the outer ranks to its row, and through the inner ranks along it.
 
     Args:
-        payload: The text, encoded, of the rank whose it is.
+        payload: The encoded text, on the rank that sends it.
         rank: That rank, counted row by row.
         inner: The inner ranks.
         outer: The outer ranks.

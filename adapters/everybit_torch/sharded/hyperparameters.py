@@ -1,6 +1,6 @@
 """The numbers inside a transform, by name: read out, and put back changed.
 
-Transforms are frozen dataclasses whose hyperparameters are fields, so a transform that somebody composed can be shown to a learning rate
+Transforms are frozen dataclasses with hyperparameters as fields, so that a composed transform can be shown to a learning rate
 scheduler without having been made by a factory.
 """
 
@@ -22,10 +22,10 @@ RESERVED = ("params", "param_names", "label", "policy")
 
 
 def hyperparameters(transform: eb.Transform[Any]) -> dict[str, Any]:
-    """The numbers and 0-d tensors in a transform's fields, nested ones included, by torch's names.
+    """The numbers and 0-d tensors in a transform's fields, nested fields included, by torch's names.
 
     A name that comes with two values in different places, that a schedule fills, or that param groups have a use of their own for, is left
-    out: there is nothing one could set.
+    out: there is no way to set it.
     """
     single = _single(transform)
     return {
@@ -48,7 +48,7 @@ def hyperparameter_fields(transform: eb.Transform[Any]) -> dict[str, tuple[str, 
 
 
 def _single(transform: eb.Transform[Any]) -> dict[str, Any]:
-    """The fields, by name, that one number may be given to."""
+    """The names of the fields to which one number may be given."""
     found: dict[str, list[Any]] = {}
     for name, value in numbers_in(transform):
         found.setdefault(name, []).append(value)
@@ -69,10 +69,10 @@ def with_hyperparameters(transform: eb.Transform[Any], values: Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """Makes a transform with other numbers, by the names of the fields; and nothing of it changes.
+    """Makes a transform with other numbers, by the names of the fields.
 
     Attributes:
-        transform: With the numbers that it was given.
+        transform: The transform, with its present numbers.
     """
 
     transform: eb.Transform[Any]
@@ -83,7 +83,7 @@ class Factory:
 
 
 def _scheduled(transform: Any) -> set[str]:
-    """Fields that hold a schedule somewhere: their value is not one to set."""
+    """Fields that hold a schedule somewhere: their value cannot be set."""
     return {
         field.name
         for node in transforms_in(transform)

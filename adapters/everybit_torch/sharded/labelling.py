@@ -27,8 +27,8 @@ class LabelledTransform:
     """The transform and policy that the parameters of one label are stepped with.
 
     Attributes:
-        source: Whose reductions go over the same parameters: two labels may be two cases of one transform.
-        transform: With nothing left to choose.
+        source: The transform's source. Labels of one source share its reductions: two labels may be two cases of one transform.
+        transform: The transform, with all masks and labels evaluated.
         policy: How their weights and state are stored.
     """
 
@@ -66,13 +66,13 @@ def label_parameters(
 
     Args:
         model: The model, for its embeddings.
-        by_name: Its parameters, frozen ones too; each once.
+        by_name: The model's parameters by name, frozen parameters included.
         transform: One, or one for each label.
         policy: How parameters, state and gradients are stored.
-        labels: From (name, parameter) to the key of a transform.
+        labels: A function from (name, parameter) to the key of a transform.
 
     Raises:
-        TypeError: A parameter that is not floating-point, or a transform or policy that is none.
+        TypeError: A parameter that is not floating-point, or a value that is no transform or policy.
         ValueError: A label without a transform or without parameters, a policy that does not fit a parameter, or a shape that a transform
             cannot see as matrices. The message names it.
     """
@@ -120,7 +120,7 @@ def label_parameters(
 def _sources(
     by_name: Mapping[str, nn.Parameter], transforms: Mapping[str, eb.Transform[Any]], labels: Labels | None
 ) -> dict[str, str]:
-    """The key of the transform of each parameter, of frozen ones too where they are labelled."""
+    """The key of the transform of each parameter, also of frozen parameters that are labelled."""
     source = {name: labels(name, p) if labels else "" for name, p in by_name.items()}
     trained = {label for name, label in source.items() if by_name[name].requires_grad}
     for name, label in source.items():

@@ -1,4 +1,4 @@
-"""Mixed precision in three dtypes, as Megatron-FSDP's users know it, and what it means as a policy.
+"""Mixed precision in three dtypes, as in Megatron-FSDP, and its translation to a policy.
 
 ==================  ===============  ====================================================================================
 field               default          None means

@@ -1,4 +1,4 @@
-"""The modules of a model whose parameters are reduced, and gathered, together."""
+"""The modules of a model that are units: their parameters are reduced, and gathered, together."""
 
 from __future__ import annotations
 

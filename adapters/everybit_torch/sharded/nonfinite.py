@@ -9,7 +9,7 @@ from everybit_torch.collectives import chunk_size, chunks
 
 
 def count_nonfinite(x: Tensor) -> Tensor:
-    """Number of elements that are not finite: int64, 0-d, on the device. Norms would overflow on large finite ones."""
+    """Number of infinite and NaN elements: int64, 0-d, on the device. A norm would overflow on large finite elements."""
     count = torch.zeros((), dtype=torch.int64, device=x.device)
     flat = x.reshape(-1)
     for low, high in chunks(flat.numel(), chunk_size(x.device)):

@@ -1,4 +1,4 @@
-"""Which parameters have weights or state that is infinite or NaN, by name: what a gradient that was not finite has left behind."""
+"""The parameters with infinite or NaN weights or state, by name: the trace of a gradient that was not finite."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NonFiniteState:
 @in_plain_mode
 @torch.no_grad()
 def nonfinite_state(optimizer: TorchOptimizer | FlatStepper) -> tuple[NonFiniteState, ...]:
-    """Find the weights and the state that are infinite or NaN, as stored; nothing is decoded, and nothing changed.
+    """Find the weights and the state that are infinite or NaN, as stored. They are neither decoded nor changed.
 
     With ``nan="step"`` a ``FlatStepper`` skips steps that would store such numbers. The host waits for the device once.
 

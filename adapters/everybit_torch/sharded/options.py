@@ -46,11 +46,11 @@ class StepperOptions(PlainOptions):
     Args:
         policy: How weights, state and gradients are stored and sent: a policy or its name, several by :func:`everybit.by_label`, a
             :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
-        mesh: The ranks: a process group, a ``DeviceMesh`` of one dimension, or one of two, (outer, inner). None: all ranks, or this
+        mesh: The ranks: a process group, or a ``DeviceMesh`` of one dimension or of two, (outer, inner). None: all ranks, or this
             process alone if ``torch.distributed`` is not initialised.
-        units: Modules, or classes of modules, whose parameters are reduced (and gathered) together, such as ``[Block]``. Parameters in
-            none form a unit of their own. Without units the whole model is one.
-        labels: From (name, parameter) to the key of its transform.
+        units: Modules, or classes of modules, with parameters that are reduced (and gathered) together, such as ``[Block]``. All other
+            parameters form a unit of their own. Without units the whole model is a unit.
+        labels: A function from (name, parameter) to the key of its transform.
         ignored: Parameters, modules with all their parameters, and names of either, that are not managed: not sharded, stepped or
             synchronized; their gradients stay in ``.grad``. State dicts and checkpoints include them.
 
@@ -58,7 +58,7 @@ class StepperOptions(PlainOptions):
     :class:`everybit_torch.config.StepperConfig` shares. A ``strategy`` may be the number of a ZeRO stage, 0 to 3.
 
     Raises:
-        ValueError: A strategy that does not exist, or an outer one that does not go with it.
+        ValueError: A strategy that does not exist, or an outer strategy that does not go with it.
 
     Examples:
         >>> from everybit_torch import StepperOptions
@@ -87,8 +87,8 @@ class StepperOptions(PlainOptions):
             changes: Other values, by name.
 
         Raises:
-            TypeError: A name of no option, or ``options`` are none.
-            ValueError: As the options.
+            TypeError: A name of no option, or ``options`` are of another class.
+            ValueError: An option is refused by the stepper.
         """
         given = cls() if options is None else options
         if not isinstance(given, cls):
@@ -100,7 +100,7 @@ class StepperOptions(PlainOptions):
 
     @property
     def sharding(self) -> Sharding:
-        """What is sharded over the inner and the outer ranks."""
+        """Return what the inner and the outer ranks shard."""
         return Sharding(self.strategy, self.outer)
 
     def divisor_of(self, ranks: int) -> float:
@@ -141,7 +141,7 @@ class StepperOptions(PlainOptions):
 
         Args:
             labelled: What parameters are stepped with.
-            parameters: By name.
+            parameters: The parameters by name.
 
         Raises:
             TypeError: A transform's ``init`` returns something else than slots and 0-d tensors.
@@ -152,6 +152,6 @@ class StepperOptions(PlainOptions):
         for label, one in labelled.meaning.items():
             optimizer = with_policy(one.transform, one.policy, seed=self.seed, unsafe=unsafe)
             shape = tuple(examples[label].shape) if needs_whole_tensors(one.transform) else (0,)
-            # On the host where nothing is allocated anyway: the first tensor on the meta device loads sympy.
+            # On the host if no memory is allocated anyway: the first tensor on the meta device loads sympy.
             device = "meta" if math.prod(shape) else "cpu"
             optimizer.init([torch.empty(shape, dtype=examples[label].dtype, device=device)])

@@ -13,7 +13,7 @@ Stage = Literal["backward", "reduction"]
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """A parameter whose gradient had elements that are infinite or NaN.
+    """A parameter with infinite or NaN elements in its gradient.
 
     Attributes:
         name: The parameter's name.
@@ -41,7 +41,7 @@ class StepReport:
         grad_norm: Euclidean norm of the gradient over all parameters and ranks, after dividing and before any clipping; 0-d, on the
             device; the host waits for it only when it is read (``float(report.grad_norm)``).
         skipped: Whether the step was skipped, on all ranks, because a gradient was not finite.
-        nonfinite: With ``nan="param"``: the parameters whose gradients were not finite.
+        nonfinite: The parameters with gradients that were not finite, under ``nan="param"``.
         untouched: Parameters that received no gradient on any rank in this cycle: they were neither decayed nor moved.
     """
 

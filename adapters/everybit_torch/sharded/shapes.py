@@ -22,7 +22,7 @@ def _add_attention(block: nn.Module, width: int, shared: int) -> None:
 def _decoder(
     vocabulary: int, width: int, blocks: Iterable[nn.Module], dtype: FloatDType, *, tied: bool = False
 ) -> nn.Module:
-    """A model on the meta device, where the blocks are made too as they are asked for."""
+    """Return a model on the meta device, with all blocks on it too."""
     with torch.device("meta"):
         model = nn.Module()
         model.embed_tokens = nn.Embedding(vocabulary, width)
@@ -35,7 +35,7 @@ def _decoder(
 
 
 class LlamaBlock(nn.Module):
-    """The parameters of a decoder layer with grouped-query attention and a gated feed-forward network; it computes nothing."""
+    """The parameters of a decoder layer with grouped-query attention and a gated feed-forward network, without a forward pass."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LlamaShape:
     """A model of the Llama family (Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, Table 3).
 
     Attributes:
-        width: Of the residual stream.
+        width: Width of the residual stream.
         layers: Number of blocks.
         heads: Attention heads.
         key_value_heads: Heads of keys and values.
@@ -77,7 +77,7 @@ class LlamaShape:
 
 
 class MixtralBlock(nn.Module):
-    """The parameters of a decoder layer with a mixture of experts, each of which has matrices of its own; it computes nothing."""
+    """The parameters of a decoder layer with a mixture of experts, each with matrices of its own, without a forward pass."""
 
     def __init__(self, shape: MixtralShape) -> None:
         super().__init__()
@@ -103,12 +103,12 @@ class MixtralShape:
     """A model of the Mixtral family (Jiang et al. 2024, https://arxiv.org/abs/2401.04088).
 
     Attributes:
-        width: Of the residual stream.
+        width: Width of the residual stream.
         layers: Number of blocks.
         heads: Attention heads.
         key_value_heads: Heads of keys and values.
         feed_forward: Inner width of an expert.
-        experts: In each block.
+        experts: Experts in each block.
         vocabulary: Tokens.
     """
 
@@ -136,7 +136,7 @@ class Experts(nn.Module):
 
 
 class DeepSeekBlock(nn.Module):
-    """The parameters of a decoder layer with latent attention, and a mixture of experts or a dense network; it computes nothing."""
+    """The parameters of a decoder layer with latent attention, and a mixture of experts or a dense network, without a forward pass."""
 
     def __init__(self, shape: DeepSeekShape, *, dense: bool) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class DeepSeekShape:
     """A model like DeepSeek-V2 (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), with the experts of a block in three tensors.
 
     Attributes:
-        width: Of the residual stream.
+        width: Width of the residual stream.
         layers: Number of blocks, the first of which is dense.
         heads: Attention heads.
         head: Width of a head, without the part that is rotated.
@@ -173,8 +173,8 @@ class DeepSeekShape:
         key_value_rank: Width of the compressed keys and values.
         dense: Inner width of the dense network.
         feed_forward: Inner width of an expert.
-        experts: In each block, of which a token is sent to some.
-        shared_experts: To which every token is sent.
+        experts: Experts in each block, some of which receive a token.
+        shared_experts: Experts that receive every token.
         vocabulary: Tokens.
     """
 

@@ -16,7 +16,7 @@ class Completeness:
         self.is_closed = False
 
     def mark_incomplete(self, reason: str, accepted: str = MAKES_WHOLE) -> None:
-        """They do not from here on: nothing but what is accepted goes on.
+        """Mark the weights as incomplete: from here on only ``accepted`` goes on.
 
         Args:
             reason: What happened, as the beginning of a message.
@@ -43,7 +43,7 @@ class Completeness:
         """Refuse what uses both.
 
         Args:
-            name: Of what is refused.
+            name: The refused method.
 
         Raises:
             RuntimeError: They do not belong together, the stepper is closed, or a CUDA graph is being captured.

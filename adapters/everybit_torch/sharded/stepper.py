@@ -1,4 +1,4 @@
-"""The stepper: one optimizer over a model whose state, gradients and weights may be sharded over ranks."""
+"""The stepper: an optimizer over a model with state, gradients and weights that may be sharded over ranks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class FlatStepper:
     """Train a model on one process, or sharded over many ranks, with the dtypes of a policy.
 
-    Gradients are added to main gradients, in the policy's dtype, and freed; there never is a second full-size gradient. What is summed over
-    the ranks is summed once, by one rule, and divided once.
+    Gradients are added to main gradients, in the policy's dtype, and freed; there never is a second full-size gradient. Sums over
+    the ranks are made once, by one rule, and divided once.
 
     Under the first three strategies every rank has all weights, and parameters become pieces of flat buffers. Under
     ``"optim_grads_params"`` weights are sharded by FSDP2: ``fully_shard`` is applied to ``units`` and to the model, unless that was done
@@ -47,13 +47,13 @@ class FlatStepper:
         **changes: Single options by name, such as ``policy="LEAN_BF16", strategy="optim_grads"``, in place of those of ``options``.
 
     Attributes:
-        model: As given.
-        engine: Carries out what the methods say: on flat buffers, or on FSDP2's rows.
+        model: The model as given.
+        engine: The implementation of the methods: on flat buffers, or on FSDP2's rows.
         ranks: Those of the mesh, numbered as in the world.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
-        ValueError: A value that cannot work; messages name what it is about, what it got and what it accepts. Nothing is changed then.
+        ValueError: A value that cannot work; messages have its name, its value and accepted values. All objects are then as before.
 
     Examples:
         >>> import torch, everybit as eb
@@ -97,21 +97,21 @@ class FlatStepper:
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Context of one microbatch's backward pass; in the ``last`` one of a step gradients are summed over the ranks.
+        """Return the context of a microbatch's backward pass; in the ``last`` microbatch of a step gradients are summed over the ranks.
 
-        Under strategies with sharded gradients they are summed in every microbatch. A rank whose loss reaches no parameter contributes
+        Under strategies with sharded gradients every microbatch sums them. A rank with a loss that reaches no parameter contributes
         zeros; under ``optim_grads_params`` it has to run forward and backward passes with the others. Without this context gradients are
         summed by :meth:`step` (under ``no_shard`` and ``optim``), or in every backward pass, which every rank then has to run.
 
         Raises:
-            RuntimeError: Inside another, or after the last one without a step.
+            RuntimeError: Inside another microbatch, or after the last microbatch without a step.
         """
         return self.engine.microbatch(last=last)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of backward passes that are not the last before a step.
 
-        Under ``optim_grads_params`` nothing is sent in them: each rank adds up whole gradients, in the main gradients' dtype, until the
+        Under ``optim_grads_params`` they send no gradient: each rank adds up whole gradients, in the main gradients' dtype, until the
         next pass outside. Under ``optim_grads`` gradients are summed in each pass.
 
         Raises:
@@ -143,14 +143,14 @@ class FlatStepper:
         ``torch.nn.utils.clip_grad_norm_`` on the model's parameters finds no gradients: they are in this rank's buffers.
 
         Args:
-            max_norm: Of all gradients together, after dividing.
-            norm_type: Of the p-norm; ``inf`` for the greatest absolute value.
+            max_norm: The limit for the norm of all gradients together, after the division.
+            norm_type: The p of the norm; ``inf`` for the greatest absolute value.
 
         Returns:
             The norm before, over all parameters and ranks: 0-d.
 
         Raises:
-            RuntimeError: As :meth:`finish_gradients`.
+            RuntimeError: Gradients are not finished, as for :meth:`finish_gradients`.
         """
         return self.engine.clip_grad_norm_(max_norm, norm_type)
 
@@ -162,7 +162,7 @@ class FlatStepper:
 
         Raises:
             RuntimeError: Inside a microbatch, or a rank is gone. An error before anything was stepped leaves weights and state as they
-                were, and ``zero_grad()`` on every rank begins the next cycle; after one that came later a checkpoint has to be loaded.
+                were, and ``zero_grad()`` on every rank begins the next cycle; after a later error a checkpoint has to be loaded.
                 Or ranks began different things, or had different numbers of passes in this cycle.
         """
         return self.engine.step(loss_scale=loss_scale)
@@ -193,7 +193,7 @@ class FlatStepper:
     def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> Iterator[None]:
         """Send gradients in another dtype inside; see :meth:`set_grad_comm`.
 
-        A cycle has one wire: where the context ends in the middle of one, what was before comes back with the next cycle.
+        A cycle has one wire: if the context ends within a cycle, the wire before returns with the next cycle.
         """
         with self.engine.grad_comm(dtype, reduce):
             yield
@@ -204,7 +204,7 @@ class FlatStepper:
         """Return this stepper as a ``torch.optim.Optimizer``, for learning-rate schedulers and training frameworks.
 
         It has a param group for each label, with this rank's parts of the parameters; its ``step`` is this stepper's. With
-        ``metrics_enabled = True`` it measures every step, and ``metrics()`` returns what it found.
+        ``metrics_enabled = True`` it measures every step, and ``metrics()`` returns the results.
         """
         return self.engine.as_optimizer()
 
@@ -219,7 +219,7 @@ class FlatStepper:
         return self.engine.routed
 
     def plan(self, *, microbatches: int = 1) -> Plan:
-        """Return this rank's memory by use, and what it sends in a step.
+        """Return this rank's memory by use, and the bytes that it sends in a step.
 
         Args:
             microbatches: The number of microbatches in a step.
@@ -236,7 +236,7 @@ class FlatStepper:
                 ranks and rounded once; buffers that are not floating-point are the first rank's.
 
         Raises:
-            ValueError: ``values`` is none of the two.
+            ValueError: ``values`` is neither of the two.
         """
         synchronize_buffers(self.model, (self.outer, self.inner), values)
 
@@ -285,7 +285,7 @@ class FlatStepper:
     def close(self) -> None:
         """Remove every hook; the stepper cannot step afterwards. Every rank has to call it.
 
-        Parameters stay where they are. The next stepper of these ranks reuses the process groups that this one made.
+        Parameters stay where they are. The next stepper of these ranks reuses the process groups that were made here.
         """
         if self.closed:
             return
@@ -301,7 +301,7 @@ class FlatStepper:
     def loaded(self) -> None:
         """This rank's own weights and state were replaced, all of them: hand weights to the ranks that keep a copy.
 
-        Every rank has to call it. What was incomplete is whole then, and what an error interrupted is forgotten.
+        Every rank has to call it. Incomplete weights are whole then, and an interrupted cycle is dropped.
         """
         self.engine.loaded()
 

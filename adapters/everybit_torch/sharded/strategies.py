@@ -22,16 +22,16 @@ class PlainOptions:
     """The options of a stepper that are plain data.
 
     Args:
-        strategy: What the (inner) ranks shard: ``"no_shard"``, ``"optim"``, ``"optim_grads"``, ``"optim_grads_params"``.
-        outer: What is sharded over the outer ranks of a mesh of two dimensions as well: ``"no_shard"``, or ``"optim"`` with
+        strategy: The tensors that the (inner) ranks shard: ``"no_shard"``, ``"optim"``, ``"optim_grads"``, ``"optim_grads_params"``.
+        outer: The tensors that the outer ranks of a two-dimensional mesh shard as well: ``"no_shard"``, or ``"optim"`` with
             ``"optim_grads_params"``.
-        divisor: What the sum of gradients is divided by. None: the number of ranks, which makes the mean of the ranks' gradients;
+        divisor: The number that divides the sum of gradients. None: the number of ranks, which gives the mean of the ranks' gradients;
             1 for losses that are sums, or divided by the number of tokens already.
         nan: ``"off"``; ``"step"``: skip a step, on all ranks, if any gradient is not finite; ``"param"``: also report which, on which
             rank and in which phase, by counting in every gradient.
         compile: Compile the step; the results are the same bits.
-        seed: Of stochastic rounding; the same on every rank.
-        unsafe: What is done with a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
+        seed: The seed of stochastic rounding; the same on every rank.
+        unsafe: The treatment of a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
     """
 
     strategy: Strategy = "optim"
@@ -89,7 +89,7 @@ def sharding(strategy: Strategy | int, outer: OuterStrategy = "no_shard") -> Sha
     """The sharding of this name, or this ZeRO stage.
 
     Raises:
-        ValueError: There is none; or the outer dimension shards what the inner one does not.
+        ValueError: The strategy is unknown; or the outer dimension shards tensors that the inner dimension does not.
     """
     if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(STRATEGIES):
         strategy = STRATEGIES[strategy]

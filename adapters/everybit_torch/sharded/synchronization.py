@@ -1,4 +1,4 @@
-"""Makes values the same on all ranks: a model's at the start, and buffers such as running statistics when they are asked for."""
+"""Makes values the same on all ranks: a model's at the start, and buffers such as running statistics on request."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def synchronize_buffers(model: nn.Module, communicators: Sequence[Communicator],
     Args:
         model: The model.
         communicators: The outer and the inner ranks.
-        values: What they become. A mean is computed in float64, in the order of the ranks, and rounded once; what is not floating-point is
+        values: The result. A mean is computed in float64, in the order of the ranks, and rounded once; values of other types are
             the first rank's.
 
     Raises:
-        ValueError: ``values`` is none of the two.
+        ValueError: ``values`` is neither of the two.
     """
     if values not in get_args(BufferValues):
         raise ValueError(f"values: got {values!r}; accepted are {', '.join(map(repr, get_args(BufferValues)))}.")

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 
 def require_model(model: object) -> None:
-    """Refuse what is no module, and a module whose parameters have no shapes yet.
+    """Refuse an object that is not a module, and a module with parameters that have no shapes yet.
 
     Raises:
         TypeError: No module.
@@ -26,7 +26,7 @@ def require_model(model: object) -> None:
 
 
 def require_some(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse a model of which nothing is trained.
+    """Refuse a model without trained parameters.
 
     Raises:
         ValueError: It has no parameters, or all of them are frozen.

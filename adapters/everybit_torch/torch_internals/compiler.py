@@ -1,6 +1,6 @@
-"""Torch's compiler, Dynamo and Inductor: how a graph is handed to it, and what it is told beside.
+"""Torch's compiler, Dynamo and Inductor: how it gets a graph, with which options.
 
-Nothing here imports it before a step is compiled: that takes longer than ``import torch``.
+The compiler is imported when a step is compiled, since that takes longer than ``import torch``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from everybit_torch.torch_internals.device_options import device_options
 
 
 def reached_recompile_limit(error: BaseException) -> bool:
-    """Whether Dynamo refused to make one more graph of the same code. Without Dynamo's class for it nothing is such an error."""
+    """Whether Dynamo refused to make one more graph of the same code. Without Dynamo's class for it no error is such."""
     # An error of that class was raised by a module that is imported.
     errors = sys.modules.get("torch._dynamo.exc")
     return isinstance(error, getattr(errors, "FailOnRecompileLimitHit", ()))
 
 
 def let_length_vary(vector: Tensor, dimension: int = 0) -> None:
-    """Have Dynamo make code for vectors of any length in the place of this one; without its function it does so at the second length."""
+    """Have Dynamo make code for vectors of any length at once; without its function it does so at the second length."""
     mark: Any = getattr(_module("torch._dynamo"), "maybe_mark_dynamic", None)
     if mark is not None:
         mark(vector, dimension)
@@ -52,8 +52,8 @@ def accept_default(kind: type) -> None:
 def compare_classes() -> None:
     """Have Dynamo compare classes with each other; states are compared by their classes where trees are matched leaf by leaf.
 
-    Dynamo of torch 2.11 calls ``__eq__`` of a class, and finds the one of its instances if the class, such as a dataclass, defines one. It
-    looks its rule up by the function, whose code is replaced therefore. Where it has no such function nothing is done, and such a step runs
+    Dynamo of torch 2.11 calls ``__eq__`` of a class, and finds its instances' if the class, such as a dataclass, defines one. It
+    looks its rule up by the function, so the function's code is replaced. Without such a function this is a no-op, and such a step runs
     uncompiled.
     """
     compare = getattr(_module("torch._dynamo.polyfills"), "cmp_eq", None)
@@ -91,7 +91,7 @@ def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor uses; None where it is looked for in another way than expected, which Inductor then does itself.
 
     Raises:
-        Exception: Inductor's, where it finds none.
+        Exception: An error of Inductor's, if it finds no compiler.
     """
     find = getattr(_module("torch._inductor.cpp_builder"), "get_cpp_compiler", None)
     return None if find is None else str(find())
@@ -100,7 +100,7 @@ def cpp_compiler() -> str | None:
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
     """A graph compiled by Inductor: scalars computed before the loop, arithmetic as it is written, and bits handled in vectors.
 
-    An Inductor that has no place for one of these compiles without it: to the same bits, which are computed more slowly.
+    An Inductor without a place for a pass compiles without it: to the same bits, which are computed more slowly.
 
     Raises:
         MissingOptionError: An Inductor that cannot be told to round as eager code does on the accelerator that the inputs are on.
@@ -157,7 +157,7 @@ def trust_in_vectors() -> dict[str, Any]:
     """Have torch believe which vector instructions there are, where the processor lists them and the compiler knows their flags.
 
     On its own it compiles and loads programs, with all of its headers or linked with all of its libraries, to try each set of them: half of
-    the time of a first step on a machine whose compile cache is empty. What it finds it keeps for the process, and so it keeps this.
+    of a first step on a machine with an empty compile cache. It keeps its findings for the process, and so this list is kept too.
     """
     try:
         inductor_config, isa = import_module("torch._inductor.config"), import_module("torch._inductor.cpu_vec_isa")
@@ -183,7 +183,7 @@ def _accepts(compiler: str, flags: str) -> bool:
 
 
 def _find_vectors(inductor_config: Any, isa: Any, compiler: str) -> None:
-    """Let torch make its list of vector instructions; what it would compile to try some is taken as tried if the flags are known."""
+    """Let torch make its list of vector instructions, without compiling its trial programs if the flags are known."""
     tried = isa.VecISA.check_build
     isa.VecISA.check_build = lambda self, _code: _accepts(compiler, self.build_arch_flags())
     try:

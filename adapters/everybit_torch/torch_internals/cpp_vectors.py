@@ -1,11 +1,11 @@
 """Lets torch's CPU compiler vectorise arithmetic on the bits of numbers.
 
 Formats round by integer arithmetic on float32 bits. Inductor (torch 2.11 to 2.15) generates vector code for that arithmetic, but not for
-the two steps into and out of it: a reinterpretation goes through memory, element by element, and one int16 tensor makes the whole loop
+the two steps into and out of it: a reinterpretation goes through memory, element by element, and a single int16 tensor makes the loop
 scalar. The step is then five to ten times slower than memory is. Here both are said in vector code, for as long as one of our own steps
 is compiled; the results are the same bits, so it does not matter whether a cached kernel was made with this or without.
 
-It reaches into Inductor's code generator, which promises nothing: what is not found as expected is left alone, and the step is slow.
+It changes Inductor's code generator, which is private. If it is not as expected, it is left as it is, and the step is slow.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _arrange() -> list[Callable[[], None]]:
 def _converted(x: Any, dtype: torch.dtype, kernel: Any) -> str:
     """C++ for a vector of int32 as int16 (the low halves) or of int16 as int32, in vectors as gcc and clang both have them."""
     lanes = kernel.tiling_factor
-    # int16 lanes fill a register, or a half of it whose rest nobody reads.
+    # int16 lanes fill a register, or half of it, and the rest is not read.
     room = kernel._get_num_vectors(torch.int16) * kernel.vec_isa.bit_width() // 16
     types = (
         f"typedef int16_t __attribute__((vector_size({4 * lanes}))) Halves;"
@@ -155,7 +155,7 @@ def _converted(x: Any, dtype: torch.dtype, kernel: Any) -> str:
 def _fills_a_part(kernel: Any, dtype: torch.dtype) -> bool:
     """Whether a vector of this dtype is the lower part of a register: then torch loads and stores it under a mask.
 
-    A masked store of half a register keeps the next load of the same buffer waiting, because the two overlap in what is masked out.
+    A masked store of half a register delays the next load of the same buffer, because the two overlap in the masked half.
     """
     size, register = kernel.tiling_factor * dtype.itemsize, kernel.vec_isa.bit_width() // 8
     return dtype.itemsize <= 2 and dtype is not torch.bool and kernel.tail_size is None and size < register

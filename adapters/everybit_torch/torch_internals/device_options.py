@@ -10,7 +10,7 @@ from typing import Any
 EXACT_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     # Triton makes a product and a sum one operation unless this is set, and leaves out pairs of casts that round.
     "emulate_precision_casts": True,
-    # Its division of float32 is else one that is off in the last bit.
+    # Otherwise its division of float32 is off in the last bit.
     "eager_numerics.division_rounding": True,
     # Library functions else take subnormal numbers for zero.
     "eager_numerics.disable_ftz": True,
@@ -25,7 +25,7 @@ give it.
 """
 
 _FEW_KERNELS = {
-    # Kernels of one element read nothing in common, and are else not made one: a launch takes as long as a step of a million elements.
+    # Kernels of one element share no input, and are otherwise not fused: a launch takes as long as a step of a million elements.
     "aggressive_fusion": True,
     "score_fusion_memory_threshold": 0,
     # A step over elements and the maxima of their blocks are else taken for loops over different memory, and not made one.

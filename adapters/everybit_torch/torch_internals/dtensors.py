@@ -34,7 +34,7 @@ def shape_of_local_part(x: DTensor) -> tuple[int, ...]:
     """Return the shape of this rank's part of the whole.
 
     Raises:
-        ImportError: As :func:`offset_of_local_part`.
+        ImportError: The function is missing, as for :func:`offset_of_local_part`.
     """
     return _shape_and_offset(x)[0]
 

@@ -17,7 +17,7 @@ class Optimizer(torch.optim.Optimizer):
     """``torch.optim.Optimizer``, which does not import Dynamo and Inductor for a model that is never compiled.
 
     torch marks some methods as not to be traced, and imports its compiler at the first call of one, which takes as long as
-    ``import torch`` did. As long as nobody has imported Dynamo, nothing is traced and the mark has no meaning, so the method is called
+    ``import torch`` did. Until Dynamo is imported there is no trace and the mark has no meaning, so the method is called
     without it. Where the mark is put on in another way than expected, or something else is wrapped around the method, it is called as it
     is.
     """
@@ -40,7 +40,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Note that an optimizer has stepped, though its ``step`` was not called: torch's schedulers ask for it."""
+    """Note that an optimizer has stepped, though its ``step`` was not called: torch's schedulers check it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -58,7 +58,7 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def unmarked(method: F) -> F:
-    """``method`` without the mark that keeps Dynamo from tracing it; itself, if Dynamo is imported or it has none."""
+    """Return ``method`` without the mark that keeps Dynamo from tracing it, or itself if Dynamo is imported or there is no mark."""
     marked = getattr(method, "__globals__", {}).get("__name__") == _MARKS
     plain: F = getattr(method, "__wrapped__", method)
     return plain if marked and "torch._dynamo" not in sys.modules else method

@@ -23,9 +23,9 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None, nam
     those of different stages of a model may, would wait for each other under different names. Without torch's function they still do.
 
     Args:
-        ranks: As in the world.
+        ranks: The ranks, as numbered in the world.
         backend: Its backend, or several by device.
-        timeout: Of its collectives; None: the backend's.
+        timeout: The timeout of its collectives; None: the backend's.
         name: The same on these ranks, and no other group's.
     """
     former = getattr(distributed_c10d, "_process_group_name", None)

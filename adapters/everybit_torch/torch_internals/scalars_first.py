@@ -1,12 +1,12 @@
-"""A pass over Inductor's graph that computes scalars before the loop, and nothing in it that belongs before it.
+"""A pass over Inductor's graph that computes scalars before the loop instead of inside.
 
 Inductor inlines a 0-d expression such as ``1 - beta`` into the loop that uses it, float64 and all: a load, a subtraction and a conversion
 per vector, and a power per element if the transform raises one. So before code is made, everything that is computed from scalars alone
 is moved to the front, brought into the dtype in which tensors meet it, and packed into one small tensor per dtype, which the loop reads
 ready-made. The same values, bit for bit: torch converts a 0-d operand to the dtype of the others before it computes.
 
-On an accelerator nothing opaque is left among the scalars, and nothing is packed: the compiler writes one kernel of one element, which
-computes all of them and counts the step, and one that moves memory.
+On an accelerator no scalar is opaque or packed: the compiler writes one kernel of one element, which
+computes all of them and counts the step, and another that moves memory.
 
 Importing this module imports Inductor; only :mod:`everybit_torch.torch_internals.compiler` does, when a step is compiled.
 """
@@ -32,7 +32,7 @@ _ON_ELEMENTS = {
 
 
 # A copy to the compiler, as `everybit::materialize` is, which calls it through autograd at a cost of 30 microseconds: this one costs 5.
-# Behind this pass there is nothing to differentiate.
+# The graph is not differentiated after this pass.
 _LIBRARY: Any = cast(Any, torch.library).Library("everybit_torch", "FRAGMENT")
 _LIBRARY.define("computed(Tensor x) -> Tensor")
 _LIBRARY.impl("computed", torch.clone, "CompositeExplicitAutograd")
@@ -53,7 +53,7 @@ class ScalarsFirst(CustomGraphPass):
             _without_eager_scalars(graph)
         scalars = _pure_scalars(graph)
         for node in list(scalars):
-            # What only loops read is packed below. What other scalars build upon keeps its barrier, or each would compute it again.
+            # Scalars that only loops read are packed below. Those of other scalars keep their barrier, or each would compute them again.
             barrier = node.op == "call_function" and node.target is torch.ops.everybit.materialize.default
             if barrier and not any(user in scalars for user in node.users):
                 node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def _is_element_of_input(node: fx.Node) -> bool:
 
 
 def _move_to_front(graph: fx.Graph, scalars: dict[fx.Node, None]) -> fx.Node:
-    """The computed ones behind the inputs; returns the last."""
+    """Move the computed scalars behind the inputs, and return the last."""
     last: fx.Node = next(node for node in reversed(list(graph.nodes)) if node.op == "placeholder")
     for node in scalars:
         if node.op != "placeholder":
@@ -144,7 +144,7 @@ def _pack(graph: fx.Graph, dtype: torch.dtype, users: dict[fx.Node, list[fx.Node
     ready = [_call(graph, aten.unsqueeze.default, _as(graph, x, dtype), 0) for x in users]
     packed = _call(graph, aten.cat.default, ready)
     if len(ready) == 1:
-        # A concatenation is memory that the loop reads; of one alone it would be nothing, and inlined.
+        # A concatenation is memory that the loop reads; of a single scalar it would be inlined.
         packed = _call(graph, _COMPUTED, packed)
     for index, (scalar, nodes) in enumerate(users.items()):
         element = _call(graph, aten.select.int, packed, 0, index)
@@ -155,7 +155,7 @@ def _pack(graph: fx.Graph, dtype: torch.dtype, users: dict[fx.Node, list[fx.Node
 def _add_others(
     graph: fx.Graph, scalars: dict[fx.Node, None], wanted: dict[torch.dtype, dict[fx.Node, list[fx.Node]]]
 ) -> None:
-    """The other scalars that tensors meet, in the dtypes that they have: what is read where memory is moved is not computed there."""
+    """Find the other scalars that tensors meet, in their dtypes: scalars read where memory is moved are not computed there."""
     known = {(scalar, node) for users in wanted.values() for scalar, nodes in users.items() for node in nodes}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -193,7 +193,7 @@ def _is_for_device(graph: fx.Graph) -> bool:
 
 
 def _without_eager_scalars(graph: fx.Graph) -> None:
-    """Let the compiler write what is opaque to it on a CPU only: one more launch costs as much there as a kernel of a million elements."""
+    """Let the compiler see operations that are opaque to it on a CPU only: a launch costs as much as a kernel of a million elements."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _WRITTEN:
             node.target = _WRITTEN[node.target]

@@ -1,4 +1,4 @@
-"""The attributes of a tensor that torch has no public function for: who holds its memory, and how often it was written to."""
+"""Attributes of a tensor without a public function in torch: its memory, and its version."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _set_versions: Any = getattr(_bindings._autograd, "_unsafe_set_version_counter",
 
 
 def plain_tensors() -> AbstractContextManager[None]:
-    """Within it functions treat tensors of our own classes as plain ones."""
+    """Treat tensors of our own classes as plain tensors inside the context."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

@@ -2,7 +2,7 @@
 
 Compiled code gives the bits of eager code as long as it does the same operations in the same order. A compiler would change a few of
 them, and those are made opaque here: expressions outside of the loop over elements stay outside, sums keep eager's order, and functions
-whose last bit depends on the library are taken from the library that eager code calls. In eager code these functions are the plain
+that depend on the library in their last bit are taken from the library that eager code calls. In eager code these functions are the plain
 expressions, except for :func:`sqrt`.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-# Elements that are widened at a time: on a CPU what stays in a core's cache, beside what they are widened from.
+# Elements that are widened at a time: on a CPU these stay in a core's cache, beside the elements they are widened from.
 CHUNK = 1 << 16
 DEVICE_CHUNK = 1 << 24
 
@@ -24,7 +24,7 @@ def materialize(x: Tensor) -> Tensor:
     """Return ``x``; compiled code computes it once, before the loop over elements, as eager code does.
 
     A compiler inlines a 0-d expression such as ``beta ** step`` into the loop that uses it: a power per element, from a vector
-    library whose last bit differs from the scalar one.
+    library that differs from the scalar one in its last bit.
     """
     return _materialize(x) if torch.compiler.is_compiling() else x
 
@@ -44,7 +44,7 @@ def sum(x: Tensor) -> Tensor:
 
 
 def total(terms: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of 0-d tensors, added up as :func:`sum` does; of none a zero like ``like``."""
+    """Return the sum of 0-d tensors, added up as :func:`sum` does, or a zero like ``like`` if there are no terms."""
     return sum(torch.stack(list(terms))) if terms else torch.zeros_like(like)
 
 
@@ -54,12 +54,12 @@ def sum_of_squares(x: Tensor, scratch: Tensor | None = None) -> Tensor:
     Squares are taken and added up in float64, so that parts of a tensor add up to the whole but for a float64's last bits: the norm of
     shards is the norm. Elements are widened a chunk at a time: there is no copy of a long tensor.
 
-    A ``TorchFunctionMode`` sees it as one function, and can tell by it of which tensor a norm is asked.
+    A ``TorchFunctionMode`` sees it as one function, and can so tell of which tensor a norm is computed.
 
     Args:
-        x: Of any shape and floating dtype.
+        x: A tensor of any shape and floating dtype.
         scratch: Memory of :func:`scratch_for`, in which elements are widened, rather than in new memory for each chunk. It is
-            overwritten: for callers that ask neither for a derivative nor for a vmap.
+            overwritten, so that it allows neither a derivative nor a vmap.
     """
     if not torch.compiler.is_compiling() and has_torch_function_unary(x):
         answer: Tensor = handle_torch_function(sum_of_squares, (x,), x)
@@ -81,7 +81,7 @@ def sqrt(x: Tensor) -> Tensor:
     Eager torch takes it from a library that on some processors is wrong in the last bit for half a percent of all numbers (MKL's
     vector mathematics, measured on a Xeon with AVX-512); compiled code uses the processor's instruction, which is exact. Rounding the
     library's float64 root to float32 is exact too: no root of a float32 lies within 2**-50 of a half-way case (of 25 bits, its square
-    would have 50), and the library is wrong by 2**-52. For float64 itself there is nothing wider, so compiled code calls the library.
+    would have 50), and the library is wrong by 2**-52. For float64 there is no wider dtype, so compiled code calls the library.
     (A graph that is traced and then run by eager torch, ``backend="eager"``, has the library's float32 roots.)
     """
     if torch.compiler.is_compiling():

@@ -1,6 +1,6 @@
 """The global indices of the elements of flat buffers.
 
-A buffer whose parameters are neighbours in the model needs one index, that of its first element. Two kinds need more. A vector that is
+A buffer of parameters that are neighbours in the model needs one index, that of its first element. Two kinds need more. A vector that is
 gathered from several places of a model is :class:`Scattered`. And in :class:`Blocks` parameters begin at multiples of a block, with gaps
 before them:
 
@@ -51,13 +51,13 @@ class Blocks:
         return torch.where(self.places(x) < self.spread(self.count), x, 0)
 
     def places(self, like: Tensor) -> Tensor:
-        """For each element its place in its block: int32, 1-d."""
+        """Return the place of each element in its block: int32, 1-d."""
         number = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
-        # Compilers have vector instructions for the one, and not for the other.
+        # Compilers have vector instructions for a bitwise and, and not for a remainder.
         return number & (self.size - 1) if self.size.bit_count() == 1 else number % self.size
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """For each element the number of its block."""
+        """Return the number of its block for each element."""
         return numbers[:, None].expand(-1, self.size).reshape(-1)
 
 
@@ -109,7 +109,7 @@ FirstElement = int | Tensor | Blocks | Scattered
 
 
 def without_gaps(first: FirstElement, values: P) -> P:
-    """Return a tree of one vector with zeros in its gaps; any tree as it is, if there are none."""
+    """Return a tree of one vector with zeros in its gaps, or any other tree as it is."""
     return tree.map(first.filled, values) if isinstance(first, Blocks) else values
 
 

@@ -12,7 +12,7 @@ def mean(x: Tensor, dim: int) -> Tensor:
     """The mean along one dimension, in the dtype of ``x``; in compiled code added up in eager's order.
 
     Args:
-        x: At least 1-d.
+        x: A tensor of one dimension or more.
         dim: Counted from the end, below zero.
 
     Raises:

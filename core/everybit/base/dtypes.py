@@ -42,10 +42,10 @@ def dtype_name(dtype: torch.dtype, *, field: str) -> FloatDType:
 
 
 def require_member(value: object, accepted: tuple[str, ...], *, field: str) -> None:
-    """Refuse a ``value`` that is not one of the names in ``accepted``.
+    """Refuse a ``value`` that is not among the names in ``accepted``.
 
     Raises:
-        ValueError: The message names ``field``, what it got and what it accepts.
+        ValueError: The value is not accepted; the message names ``field``, the value and the accepted names.
     """
     if value not in accepted:
         listed = ", ".join(repr(name) for name in accepted)

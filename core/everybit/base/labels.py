@@ -24,8 +24,8 @@ def require_name(path: str, who: str, why: str, instead: str) -> str:
 
     Args:
         path: Of the parameter, as :func:`everybit.tree.paths` writes it.
-        who: What decides by names, for the message.
-        why: What the name would tell.
+        who: The function that decides by names, for the message.
+        why: The fact that the name would tell.
         instead: What else is accepted.
 
     Raises:
@@ -75,10 +75,10 @@ class ByName:
 
 
 def require_patterns(name: str, patterns: Iterable[str]) -> None:
-    """Refuse what is no regular expression.
+    """Refuse patterns that are not regular expressions.
 
     Raises:
-        ValueError: One is none; the message has the parameter's ``name``.
+        ValueError: A pattern is invalid; the message has the parameter's ``name``.
     """
     for pattern in patterns:
         try:
@@ -122,7 +122,7 @@ def label_table(
     Args:
         labels: What :func:`everybit.partition` or :func:`everybit.masked` takes.
         params: A tree of tensors, such as ``dict(model.named_parameters())``.
-        note: What stands after a parameter's shape, from its label, its path and itself; None: nothing.
+        note: A function of a parameter's label, path and tensor to the text after its shape, or None.
 
     Raises:
         ValueError: A pattern of :func:`by_name` that decides for no parameter; a parameter without label.

@@ -35,7 +35,7 @@ def load_state_dict(state: P, saved: Mapping[str, Tensor]) -> P:
     """Return ``saved`` in the structure of ``state``: the run continues bit for bit from where :func:`state_dict` was called.
 
     Args:
-        state: As ``init`` makes it for the same transform, policy and parameters; its values do not matter, and it is not changed.
+        state: A state made by ``init`` for the same transform, policy and parameters. Its values do not matter, and it is not changed.
         saved: From :func:`state_dict`, maybe by way of a file. Tensors are copied, to the devices of those in ``state``.
 
     Returns:
@@ -43,7 +43,7 @@ def load_state_dict(state: P, saved: Mapping[str, Tensor]) -> P:
 
     Raises:
         TypeError: ``saved`` is no mapping of names to dense tensors.
-        ValueError: Names, shapes or dtypes differ: it was saved for another transform, policy or other parameters. Nothing is cast. The
+        ValueError: Names, shapes or dtypes differ: it was saved for another transform, policy or other parameters, and is not cast. The
             message names the first entries that differ.
 
     Examples:

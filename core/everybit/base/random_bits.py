@@ -1,4 +1,4 @@
-"""Random bits that depend on the seed, the step and the element's place, and on nothing else.
+"""Random bits that depend only on the seed, the step and the element's place.
 
 A generator is a hidden state: another order of calls, another number of processes or a resume, and the numbers differ. Here the
 bits of an element are a hash of (seed, step, stream, global index of the element), so they are the same on one process and on
@@ -19,12 +19,12 @@ from everybit.base.blocks import Blocks, FirstElement, Scattered
 
 
 class Lane(NamedTuple):
-    """Half of a word that two tensors of the same elements share, so that one hash serves both.
+    """A half of each word that two tensors of equal elements share, so that a single hash serves both.
 
     Attributes:
-        stream: Of the shared words.
+        stream: The stream of the shared words.
         half: 0 for the lower 16 bits, 1 for the upper.
-        drawn: Holds the words as soon as one of the two has drawn them; both have the same list.
+        drawn: The words, as soon as they are drawn for either tensor; both have the same list.
     """
 
     stream: int
@@ -36,8 +36,8 @@ class Numbering(NamedTuple):
     """The indices of a tensor's elements.
 
     Attributes:
-        first: Index of the first, which the others follow; or those of a buffer whose elements are no neighbours.
-        kind: Name of what is counted together: elements of two kinds may have one index, and draw from different streams.
+        first: The index of the first element, or all indices of a buffer of elements that are not neighbours.
+        kind: The name of the elements that are counted together. Elements of two kinds may have one index, and draw from different streams.
     """
 
     first: FirstElement
@@ -50,9 +50,9 @@ class Numbering(NamedTuple):
         """Number the elements of several tensors, those of each kind through all tensors, as they lie in a flat buffer.
 
         Args:
-            tensors: In order.
-            first: Index of the first element of each kind; of a single tensor whose elements are no neighbours, all of them.
-            kinds: For each tensor; None: all are of one.
+            tensors: The tensors in order.
+            first: The index of the first element of each kind; of a single tensor of elements that are not neighbours, all indices.
+            kinds: The kind of each tensor; None: all have the same kind.
         """
         named = [""] * len(tensors) if kinds is None else kinds
         if isinstance(first, (Blocks, Scattered)):
@@ -74,7 +74,7 @@ class Key:
             member of a population may have a seed of its own.
         step: Number of the update, int64, 0-d.
         stream: Tells apart tensors that are rounded in the same step; see :func:`stream`.
-        first: Global index of the tensor's first element, or those of a buffer whose elements are no neighbours.
+        first: The global index of the tensor's first element, or all indices of a buffer of elements that are not neighbours.
         lane: Where 16 bits come from, if another tensor of the same elements takes the other 16.
     """
 
@@ -124,8 +124,8 @@ class Key:
     def _words(self, stream: int) -> tuple[Tensor, Tensor]:
         """Two words that depend on every bit of seed, stream and step, each in its own way: computed once for the whole tensor.
 
-        The first is added to the indices, the second in the middle of the mix. Two keys that agree in one of them by chance, or whose
-        first words differ by a small number, therefore do not draw one sequence, shifted.
+        The first is added to the indices, the second in the middle of the mix. Two keys that agree in a word by chance, or
+        differ by a small number in their first words, therefore do not draw one sequence, shifted.
         """
         one, two = _seed_words(self.seed, stream, self.step)
         low, high = self.step.to(torch.int32), (self.step >> 32).to(torch.int32)
@@ -179,9 +179,9 @@ def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor | int, Ten
     """The elements' global indices in 32-bit arithmetic, which vectorises.
 
     Returns:
-        A count of the elements, and the lower word of the first index, whose sum are the indices' lower words; the upper word of the first
-        index; whether an element is beyond a carry into the upper word (None: no element can be). A tensor too large to be counted so has
-        all upper words, and its count has the lower ones.
+        A count of the elements, and the lower word of the first index: their sum gives the indices' lower words; the upper word of the
+        first index; whether an element is beyond a carry into the upper word (None: no element can be). A tensor too large to be counted
+        so has all upper words, and its count the lower words.
     """
     if like.numel() >= 1 << 31:
         index = torch.arange(like.numel(), dtype=torch.int64, device=like.device) + first
@@ -238,7 +238,7 @@ def _mix(x: Tensor, inner: Tensor | int = 0) -> Tensor:
     """
     if x.is_meta and not x.ndim:
         return x  # a number without a value; plans, which ask for many, spend most of their time here else
-    # Each line makes one tensor and writes to none that it was given.
+    # Each line makes a tensor and writes to no argument.
     x = (x >> 17).bitwise_and_(0x7FFF).bitwise_xor_(x).mul_(_FIRST_FACTOR)
     x = (x >> 11).bitwise_and_(0x1FFFFF).bitwise_xor_(x) + inner
     x = x * _SECOND_FACTOR

@@ -16,7 +16,7 @@ def normal(like: Tensor, radius: Key, angle: Key) -> Tensor:
     Their greatest possible magnitude is 5.9.
 
     Args:
-        like: Whose shape and place they have.
+        like: A tensor of the shape and device of the numbers.
         radius: Of :meth:`everybit.Context.keys`, as ``angle``; two that draw different bits.
         angle: The other.
     """

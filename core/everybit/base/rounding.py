@@ -10,7 +10,7 @@ Infinities, NaN and signed zeros pass through.
 
 The true derivative of rounding is zero almost everywhere, so that a hypergradient would vanish without a word. :func:`straight_through`
 takes the rounded number forward and the derivative of the exact one back (Bengio et al. 2013, https://arxiv.org/abs/1308.3432), which is
-also what is right on average under stochastic rounding.
+also right on average under stochastic rounding.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _dithered(x: Tensor, dtype: LowDType, bits: Tensor) -> Tensor:
 
 
 def floor_stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """Round to one of the two neighbouring integers, with probabilities that make the expectation ``x``."""
+    """Round to either neighbouring integer, with probabilities that make the expectation ``x``."""
     whole = torch.floor(x)
     return whole + (x - whole > uniform(bits)).float()
 
@@ -135,7 +135,7 @@ def is_odd(x: Tensor, dtype: LowDType) -> Tensor:
 
 
 def _float16_range(x: Tensor, normal: Tensor, subnormal: Tensor) -> Tensor:
-    """Choose by range, and send what is beyond float16's largest number to infinity."""
+    """Choose by range, and send numbers beyond float16's largest to infinity."""
     rounded = torch.where(x.abs() < FLOAT16_SMALLEST_NORMAL, subnormal, normal)
     return torch.where(rounded.abs() > FLOAT16_MAX, torch.copysign(torch.full_like(x, torch.inf), x), rounded)
 
@@ -143,7 +143,7 @@ def _float16_range(x: Tensor, normal: Tensor, subnormal: Tensor) -> Tensor:
 def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
     """``rounded``, with the derivative of ``x``: a tensor of the same shape, of any floating dtype.
 
-    Where nothing is differentiated this is ``rounded`` itself.
+    Without a derivative this is ``rounded`` itself.
     """
     return _apply(rounded, x) if torch.is_grad_enabled() else rounded
 

@@ -62,17 +62,17 @@ def require(
 
 
 def require_count(name: str, value: object, what: str, least: int = 1, *, optional: bool = False) -> None:
-    """Refuse what is no whole number of at least ``least``; None, if it is ``optional``, is accepted.
+    """Refuse a value that is not a whole number of at least ``least``. None is accepted if it is ``optional``.
 
     Args:
         name: The parameter's.
-        value: What was given for it.
-        what: What is accepted, such as ``"a whole number of updates"``.
+        value: The value that was given for it.
+        what: The accepted values, such as ``"a whole number of updates"``.
         least: The least number.
         optional: Whether None is accepted, too.
 
     Raises:
-        ValueError: It is another number, or none.
+        ValueError: It is another number, or not a number.
     """
     if optional and value is None:
         return
@@ -102,7 +102,7 @@ def as_tensor(value: Scalar) -> Tensor:
 def clamp(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
     """The elements of ``x``, at least ``low`` and then at most ``high``.
 
-    Of 0-d tensors not by torch's clamp, which refuses one on the host beside elements on a device.
+    0-d tensors do not go through torch's clamp, which refuses a 0-d tensor on the host beside elements on a device.
     """
     if not isinstance(low, Tensor) and not isinstance(high, Tensor):
         return torch.clamp(x, low, high)
@@ -118,7 +118,7 @@ def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
     """The value at this step: schedules are evaluated at the number of updates done before it.
 
     Raises:
-        ValueError: A schedule, but nobody counts steps.
+        ValueError: A schedule where steps are not counted.
         TypeError: A schedule that gives anything but a 0-d float32 or float64 tensor.
     """
     if isinstance(value, float):
@@ -148,10 +148,10 @@ def _number(value: float, step: Tensor | None) -> Scalar:
 
 
 def require_step(step: Tensor | None, who: str) -> Tensor:
-    """The step of a context, where one is needed.
+    """Return the step of a context that needs to have one.
 
     Raises:
-        ValueError: The context has none.
+        ValueError: The context has no step.
     """
     if step is None:
         raise ValueError(

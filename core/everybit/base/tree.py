@@ -1,7 +1,7 @@
-"""Pytrees of tensors: the one place where optree is called.
+"""Pytrees of tensors: the only module that calls optree.
 
-A *tree* is any nesting of dicts, lists, tuples, named tuples and registered dataclasses whose leaves are tensors. ``None`` is not
-a leaf but a hole: "no tensor here". That is how a frozen parameter, or one that a mask leaves out, is written.
+A *tree* is any nesting of dicts, lists, tuples, named tuples and registered dataclasses with tensors as leaves. ``None`` is not
+a leaf but a hole: "no tensor here". A frozen parameter, or a parameter that a mask leaves out, is written so.
 
 optree's own ``PyTree[T]`` rejects a plain ``dict[str, Tensor]``, so trees are typed here by *structure*: a function that takes a
 ``P`` and returns a ``P`` promises the same containers, keys and holes. Dicts keep insertion order, as ``named_parameters`` does;
@@ -275,7 +275,7 @@ def get(state: object, name: str, *, path: str | None = None) -> Any:
     """Return a slot or another field of a state, as it is stored.
 
     Args:
-        state: Of an optimizer or a transform.
+        state: The state of an optimizer or a transform.
         name: The field's name, such as ``"momentum"``, or the end of its place, such as ``"states[0].momentum"``.
         path: Of a slot, what one parameter has, by its path as :func:`paths` writes it. None: all of the field.
 
@@ -303,15 +303,15 @@ def set(state: P, name: str, value: Any, *, path: str | None = None) -> P:
     """Return a state with another value for a slot or another field; ``state`` is not changed.
 
     Args:
-        state: Of an optimizer or a transform.
-        name: As for :func:`get`.
+        state: The state of an optimizer or a transform.
+        name: A name as for :func:`get`.
         value: Of the structure, shapes and dtypes of what :func:`get` returns. For a 0-d tensor a number will do.
-        path: As for :func:`get`.
+        path: A path as for :func:`get`.
 
     Raises:
-        KeyError: As for :func:`get`.
+        KeyError: The entry is not found, as for :func:`get`.
         ValueError: Structures or shapes differ.
-        TypeError: Dtypes differ: nothing is cast, because that would lose bits.
+        TypeError: Dtypes differ; a cast would lose bits.
     """
     place, old = _found(state, name)
     if path is not None:
@@ -370,7 +370,7 @@ def norm(tree: object) -> Tensor:
 def sum_of_squares(tree: object) -> Tensor:
     """Sum of the squares of all elements: 0-d, float64; zero for a tree without leaves.
 
-    It is float64 throughout: parts of a tree add up to the whole, and what is computed of it and of a hyperparameter does not depend on
+    It is float64 throughout: parts of a tree add up to the whole, and results computed from it and a hyperparameter do not depend on
     how the hyperparameter is given, since those that are tensors are float64 as well.
     """
     terms = [barriers.sum_of_squares(leaf) for leaf in leaves(tree)]
@@ -404,7 +404,7 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
     """Refuse ``tree`` unless it has the containers, keys, holes and shapes of ``reference``.
 
     Raises:
-        ValueError: The structures differ; the message names the first path that differs, what was found and what was expected.
+        ValueError: The structures differ; the message names the first path that differs, with the found and the expected structure.
     """
     # The order of a dict's keys is not part of the comparison: trees are matched by key.
     if not same_structure(tree, reference):

@@ -33,11 +33,11 @@ class Accumulate(Wrapping):
     The mean is kept as a running one, :math:`a \leftarrow a + (g - a) / k`, which neither overflows nor loses the small gradients as a
     sum does. Whether an update is made is decided on the device: the inner update is computed each time, and kept when it counts.
 
-    The mean is a slot, ``gradient``, which a policy stores as it stores any other (``Policy.slots``). A bfloat16 one that is rounded to
+    The mean is a slot, ``gradient``, which a policy stores as any other slot (``Policy.slots``). A bfloat16 mean that is rounded to
     nearest is refused for more than 32 gradients: the last of them would not move it.
 
     Args:
-        transform: What the mean goes through.
+        transform: The transform that the mean goes through.
         every: Gradients per update, at least 1.
 
     Raises:

@@ -33,20 +33,20 @@ class Cautious(Wrapping):
     .. math::
         u \leftarrow s \, \mathbb{1}[u g > 0] \, u
 
-    The inner transform is a preconditioner, whose updates still point uphill; learning rate and weight decay come after it. Its state is
+    The inner transform is a preconditioner, so its updates still point uphill; learning rate and weight decay come after it. Its state is
     not affected. With n elements in the parameter, of which k agree, the factor s is
 
     - ``"share"``: :math:`1 / \max(k/n, 10^{-3})`, as in the authors' code and timm;
     - ``"count"``: :math:`n / (k + 1)`, as in the paper;
-    - ``"none"``: 1.
+    - ``"none"``: s is 1.
 
     Args:
-        transform: What is masked.
+        transform: The masked transform.
         rescale: The factor.
 
     Raises:
-        TypeError: ``transform`` is none.
-        ValueError: ``rescale`` is none of the above.
+        TypeError: ``transform`` is not a transform.
+        ValueError: ``rescale`` is not among these names.
 
     Reference:
         Liang et al. 2024, https://arxiv.org/abs/2411.16085, Algorithm 1.
@@ -82,7 +82,7 @@ class Cautious(Wrapping):
         """The inner updates where they agree with what came in."""
 
         def masked(moves: P, inner: Any) -> tuple[P, CautiousState]:
-            # Signs, whose product neither overflows nor vanishes.
+            # Signs, since their product neither overflows nor vanishes.
             agreement = tree.elementwise(lambda u, g: (torch.sign(u) * torch.sign(g) > 0).to(u.dtype), moves, updates)
             kept = tree.elementwise(lambda u, a: torch.where(a > 0, u, 0.0), moves, agreement)
             if self.rescale == "none":

@@ -66,17 +66,17 @@ class Chain:
 
     @property
     def reduces(self) -> bool:
-        """Whether one of the parts does."""
+        """Whether a part reduces."""
         return any_reduces(self.transforms)
 
     @property
     def draws(self) -> bool:
-        """Whether one of the parts does."""
+        """Whether a part draws random bits."""
         return any_draws(self.transforms)
 
     @property
     def per_tensor(self) -> bool:
-        """Whether one of the parts reduces over each parameter."""
+        """Whether a part reduces over each parameter."""
         return any_per_tensor(self.transforms)
 
     def decays(self) -> tuple[SlotDecay, ...]:
@@ -88,7 +88,7 @@ class Chain:
         return periods(*self.transforms)
 
     def eval_params(self, params: P, state: ChainState) -> P:
-        """Return the weights for evaluation: those of each part, of what the one before it gave."""
+        """Return the weights for evaluation: each part maps those of the part before it."""
         for transform, inner in zip(self.transforms, state.states, strict=True):
             params = eval_params(transform, params, inner)
         return params
@@ -98,7 +98,7 @@ class Chain:
         return ChainState(zero_step(params), tuple(transform.init(params) for transform in self.transforms))
 
     def update(self, updates: P, state: ChainState, params: P, ctx: Context = ALONE) -> tuple[P, ChainState]:
-        """Each part's update, of what the one before it gave."""
+        """Apply each part's update to the output of the part before it."""
         step = state.step + 1
         return _run(
             self.transforms,
@@ -127,17 +127,17 @@ class NamedChain:
 
     @property
     def reduces(self) -> bool:
-        """Whether one of the parts does."""
+        """Whether a part reduces."""
         return any_reduces(self.transforms.values())
 
     @property
     def draws(self) -> bool:
-        """Whether one of the parts does."""
+        """Whether a part draws random bits."""
         return any_draws(self.transforms.values())
 
     @property
     def per_tensor(self) -> bool:
-        """Whether one of the parts reduces over each parameter."""
+        """Whether a part reduces over each parameter."""
         return any_per_tensor(self.transforms.values())
 
     def decays(self) -> tuple[SlotDecay, ...]:
@@ -149,7 +149,7 @@ class NamedChain:
         return periods(*self.transforms.values())
 
     def eval_params(self, params: P, state: NamedChainState) -> P:
-        """Return the weights for evaluation: those of each part, of what the one before it gave."""
+        """Return the weights for evaluation: each part maps those of the part before it."""
         for transform, inner in ((part, state.states[name]) for name, part in self.transforms.items()):
             params = eval_params(transform, params, inner)
         return params
@@ -160,7 +160,7 @@ class NamedChain:
         return NamedChainState(zero_step(params), states)
 
     def update(self, updates: P, state: NamedChainState, params: P, ctx: Context = ALONE) -> tuple[P, NamedChainState]:
-        """Each part's update, of what the one before it gave."""
+        """Apply each part's update to the output of the part before it."""
         step = state.step + 1
         parts = tuple(self.transforms.values())
         inner = tuple(state.states[name] for name in self.transforms)

@@ -40,7 +40,7 @@ class ConditionallyState:
 @tree.state
 @dataclass(frozen=True, slots=True)
 class FreezableState:
-    """``frozen``, a 0-d bool, says whether nothing is updated; ``step`` counts the updates made (int64, 0-d)."""
+    """``frozen``, a 0-d bool, says whether updates are zero; ``step`` counts the updates made (int64, 0-d)."""
 
     frozen: Tensor
     step: Tensor
@@ -65,7 +65,7 @@ class Conditionally(Wrapping):
 
     @property
     def reduces(self) -> bool:
-        """Whether the inner transform does, or the condition is one of the updates, which all shards have to agree on."""
+        """Whether the inner transform reduces, or the condition depends on the updates, so that all shards have to agree on it."""
         return self.judge is not None or self.transform.reduces
 
     def init(self, params: P) -> ConditionallyState:
@@ -75,7 +75,7 @@ class Conditionally(Wrapping):
     def update(
         self, updates: P, state: ConditionallyState, params: P, ctx: Context = ALONE
     ) -> tuple[P, ConditionallyState]:
-        """The inner update, or none."""
+        """Return the inner update, or zeros or the input where the condition does not hold."""
         found: Any = self.when
         if callable(found):
             found = found(require_step(ctx.step, "conditionally") - 1)
@@ -95,7 +95,7 @@ class Conditionally(Wrapping):
 
 @dataclass(frozen=True, slots=True)
 class Freezable(Wrapping):
-    """A transform whose parameters can be frozen; made by :func:`freezable`."""
+    """A transform of parameters that can be frozen; made by :func:`freezable`."""
 
     transform: Transform[Any]
     frozen: bool = False
@@ -109,7 +109,7 @@ class Freezable(Wrapping):
         return FreezableState(torch.full_like(step, self.frozen, dtype=torch.bool), step, self.transform.init(params))
 
     def update(self, updates: P, state: FreezableState, params: P, ctx: Context = ALONE) -> tuple[P, FreezableState]:
-        """The inner update, or none."""
+        """Return the inner update, or zeros while frozen."""
         moving = ~state.frozen
 
         def kept(moves: P, inner: Any) -> tuple[P, FreezableState]:
@@ -133,7 +133,7 @@ def conditionally(
 
     Args:
         transform: What runs.
-        when: A function from the number of updates done before this one (0 at the first) to a 0-d tensor, such as
+        when: A function from the number of updates done before this update (0 at the first) to a 0-d tensor, such as
             ``lambda done: done >= 100``; or a number or a 0-d tensor, which holds unless it is zero. A number or tensor is a
             hyperparameter: :func:`everybit.inject_hyperparameters` keeps it in the state under the name ``"when"``, and if it is an
             argument that a ``TorchOptimizer`` was given for its factory, it is switched in the param groups.
@@ -141,12 +141,12 @@ def conditionally(
             shards, so that sums are requested:
             ``lambda updates, ctx: ctx.request(eb.SumOfSquares(updates), lambda square: square < 1)``. If ``when`` is given, too, both
             have to hold.
-        otherwise: The updates where the condition does not hold. ``"zero"``: nothing moves (optax's ``conditionally_mask``). ``"pass"``:
-            those that came in (optax's ``conditionally_transform``).
+        otherwise: The updates where the condition does not hold. ``"zero"``: zeros (optax's ``conditionally_mask``). ``"pass"``:
+            the updates that came in (optax's ``conditionally_transform``).
 
     Raises:
-        TypeError: ``transform`` is none, neither ``when`` nor ``judge`` is given, or what they return is no 0-d tensor.
-        ValueError: ``otherwise`` is none of the above; a function of steps where nobody counts them.
+        TypeError: ``transform`` is not a transform, neither ``when`` nor ``judge`` is given, or they do not return a 0-d tensor.
+        ValueError: ``otherwise`` is not among these names; a function of steps where steps are not counted.
 
     Examples:
         >>> import torch, everybit as eb
@@ -176,13 +176,13 @@ def freezable(
 ) -> Partition:
     """As :func:`everybit.partition`, and the parameters of each label can be frozen and unfrozen in the middle of a run.
 
-    :func:`freeze` and :func:`unfreeze` take the optimizer's state and return another one; nothing is compiled again. While parameters are
+    :func:`freeze` and :func:`unfreeze` take the optimizer's state and return another state, without a recompilation. While parameters are
     frozen they keep their bits, are not decayed, and keep their state, as parameters without a gradient do in torch; their updates are
     not counted, so that bias corrections and schedules go on where they were. All others get the bits that they get in any case. Gradients
     of frozen parameters still count in norms over everything that come before: give zeros in their place.
 
     Args:
-        transforms: For each label a whole optimizer, since nothing may move the parameters after it.
+        transforms: A whole optimizer for each label, since parameters must not be moved after it.
         labels: As for :func:`everybit.partition`; :func:`everybit.by_name` makes them from names.
         frozen: Labels that are frozen from the start.
 
@@ -213,8 +213,8 @@ def freeze(state: P, *labels: str) -> P:
     """Return a state in which the parameters of these labels are frozen; see :func:`freezable`.
 
     Args:
-        state: Of an optimizer or a transform with :func:`freezable` inside.
-        *labels: Which; none: all.
+        state: The state of an optimizer or a transform with :func:`freezable` inside.
+        *labels: The labels; all if no label is given.
 
     Raises:
         ValueError: The state has no label of that name; the message lists those that it has.

@@ -34,7 +34,7 @@ class EmaNesterov(Wrapping):
         x_{t+1} = A_t(x_t + \beta_t m_t) \qquad m_{t+1} = \gamma m_t + (1-\gamma)(x_{t+1} - x_t)
 
     The parameters are :math:`x_t + \beta_t m_t`, where gradients are taken. The inner transform is a whole optimizer :math:`A_t`, with its
-    learning rate and weight decay, and nothing comes after it. The weights x are what is evaluated:
+    learning rate and weight decay, and is the last transform of a chain. The weights x are evaluated:
     ``optimizer.eval_params(params, state)``. There is no mode to switch, and one slot.
 
     Args:
@@ -44,7 +44,7 @@ class EmaNesterov(Wrapping):
         decay: :math:`\gamma`, in [0, 1).
 
     Raises:
-        TypeError: ``transform`` is none.
+        TypeError: ``transform`` is not a transform.
         ValueError: A hyperparameter out of range.
 
     Reference:
@@ -70,7 +70,7 @@ class EmaNesterov(Wrapping):
         return SlotDecay("direction", self.decay), *decays(self.transform)
 
     def eval_params(self, params: P, state: EmaNesterovState[P]) -> P:
-        """Return the weights: the parameters without what they are ahead."""
+        """Return the parameters without the extrapolation, :math:`x_t`."""
         return tree.elementwise(lambda p, m: p - state.ahead * m, params, state.direction)
 
     def init(self, params: P) -> EmaNesterovState[P]:
@@ -81,7 +81,7 @@ class EmaNesterov(Wrapping):
     def update(
         self, updates: P, state: EmaNesterovState[Any], params: P, ctx: Context = ALONE
     ) -> tuple[P, EmaNesterovState[P]]:
-        """The inner update, from where gradients were taken to where the next ones are."""
+        """Return the inner update, from the point of these gradients to the point of the next gradients."""
         step = require_step(ctx.step, "ema_nesterov")
         decay = at(self.decay, step, name="decay")
         ahead = at(self.lookahead, step + 1, name="lookahead")

@@ -29,7 +29,7 @@ class ApplyIfFiniteState:
 
 @dataclass(frozen=True, slots=True)
 class ApplyIfFinite(Wrapping):
-    """Skip a step whose gradients hold an infinity or NaN: the update is zero and the inner state stays as it was.
+    """Skip a step with gradients that are infinite or NaN: the update is zero and the inner state stays as it was.
 
     All shards agree. The decision is made on the device; the host never waits. Look at ``state.skipped``
     when it suits you.

@@ -38,7 +38,7 @@ class InjectedState:
 
 @dataclass(frozen=True, slots=True)
 class Injected(Wrapping):
-    """A transform some of whose hyperparameters are read from the state; made by :func:`inject_hyperparameters`."""
+    """A transform with hyperparameters that are read from the state; made by :func:`inject_hyperparameters`."""
 
     transform: Transform[Any]
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class Injected(Wrapping):
             )
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the inner transform's decay rates; one that is in the state may be anything, and is declared as a tensor."""
+        """Return the inner transform's decay rates. A rate in the state may have any value, and is declared as a tensor."""
         return decays(self._with({name: torch.empty((), dtype=torch.float64, device="meta") for name in self.names}))
 
     def eval_params(self, params: P, state: InjectedState) -> P:
@@ -98,7 +98,7 @@ def inject_hyperparameters(transform: Transform[Any], *names: str) -> Injected:
         *names: Such as ``"learning_rate"``.
 
     Raises:
-        TypeError: ``transform`` is none.
+        TypeError: ``transform`` is not a transform.
         ValueError: A name that the transform does not have.
 
     Examples:
@@ -109,6 +109,6 @@ def inject_hyperparameters(transform: Transform[Any], *names: str) -> Injected:
         >>> params
         tensor([0.5000])
     """
-    # A compiled step asks for it, and it looks at annotations behind a cache, which a compiler need not trace.
+    # A compiled step calls it, and it reads annotations behind a cache, which a compiler need not trace.
     torch.compiler.assume_constant_result(accepting)  # type: ignore[no-untyped-call]
     return Injected(transform, names)

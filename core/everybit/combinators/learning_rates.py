@@ -28,17 +28,17 @@ class ByDepth:
 def layerwise_decay(params: object, decay: float, layer: str = r"(?:layers?|blocks?|h)\.(\d+)\.") -> Partition:
     """Layer-wise learning-rate decay: scale updates by ``decay`` once for each layer above.
 
-    What comes before the first layer in ``params``, such as embeddings, counts as one layer more below it; what follows and belongs to no
-    layer, such as the last norm and the head, is above the last, and is not scaled. The last transform of a chain, or anywhere after the
-    preconditioner; weight decay that comes before it is scaled as well.
+    Parameters before the first layer in ``params``, such as embeddings, count as one layer more below it. Those that follow and belong to
+    no layer, such as the last norm and the head, are above the last layer, and are not scaled. Put it last in a chain, or anywhere after
+    the preconditioner; weight decay that comes before it is scaled as well.
 
     Args:
-        params: A tree of tensors whose names are looked at, such as ``dict(model.named_parameters())``.
+        params: A tree of tensors with the model's names, such as ``dict(model.named_parameters())``.
         decay: Factor for each layer, above zero; 0.65 to 0.9 are usual for fine-tuning.
-        layer: Regular expression whose first group is the layer's number.
+        layer: A regular expression with the layer's number as its first group.
 
     Returns:
-        A partition, whose labels :func:`label_table` prints: ``print(eb.label_table(tx.labels, params))``.
+        A partition; :func:`label_table` prints its labels: ``print(eb.label_table(tx.labels, params))``.
 
     Raises:
         ValueError: No name has a layer, or ``decay`` is out of range.
@@ -91,8 +91,8 @@ def mup_scales(params: object, base: object, kind: Literal["adam", "sgd"] = "ada
     - input and output layers, biases and norms, which have one: 1 for ``"adam"``, :math:`r` for ``"sgd"``;
     - all others: 1.
 
-    A matrix is (out, in), as in ``torch.nn.Linear``. ``"adam"`` is for preconditioners whose updates do not depend on the size of
-    gradients, sign and RMSprop included. Put it after the preconditioner and before weight decay, whose strength then stays what it is:
+    A matrix is (out, in), as in ``torch.nn.Linear``. ``"adam"`` is for preconditioners with updates that do not depend on the size of
+    gradients, sign and RMSprop included. Put it after the preconditioner and before weight decay, which it then does not scale:
     ``eb.chain(eb.scale_by_adam(), eb.mup_scales(params, base), eb.add_decayed_weights(0.1), eb.scale_by_learning_rate(lr))``. The initial
     weights and the multiplier of the output layer are the model's to scale: this does the learning rates alone.
 
@@ -102,7 +102,7 @@ def mup_scales(params: object, base: object, kind: Literal["adam", "sgd"] = "ada
         kind: Which column.
 
     Returns:
-        A partition, whose labels :func:`label_table` prints: ``print(eb.label_table(tx.labels, params))``.
+        A partition; :func:`label_table` prints its labels: ``print(eb.label_table(tx.labels, params))``.
 
     Raises:
         ValueError: Names or numbers of dimensions differ; a parameter with more than two widths, or two that are not its first two

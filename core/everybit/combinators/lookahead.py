@@ -25,13 +25,13 @@ class LookaheadState(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class Lookahead(Wrapping):
-    r"""Keep slow weights; after every ``period`` updates move them towards the trained ones, and train on from there.
+    r"""Keep slow weights. After every ``period`` updates, move them towards the trained weights and continue from there.
 
     .. math::
         \phi \leftarrow \phi + \alpha (\theta - \phi) \qquad \theta \leftarrow \phi \qquad \text{at the updates } k, 2k, \dots
 
-    The inner transform is a whole optimizer, with its learning rate; nothing comes after it. Its momentum is kept when weights are set back
-    (the authors' ``pullback_momentum="none"``; optax's ``reset_state=False``). The slow weights are what is evaluated:
+    The inner transform is a whole optimizer, with its learning rate, and is last in a chain. Its momentum is kept when weights are set back
+    (the authors' ``pullback_momentum="none"``; optax's ``reset_state=False``). The slow weights are evaluated:
     ``optimizer.eval_params(params, state)``.
 
     Args:
@@ -40,7 +40,7 @@ class Lookahead(Wrapping):
         share: :math:`\alpha`, in [0, 1].
 
     Raises:
-        TypeError: ``transform`` is none.
+        TypeError: ``transform`` is not a transform.
         ValueError: ``period`` or ``share`` out of range.
 
     Reference:

@@ -35,8 +35,8 @@ P = TypeVar("P")
 class LowRankState(Generic[P]):
     """The inner transform's state of projected gradients, and the bases: (size of the projected dimension, rank) for each matrix.
 
-    A slot of the inner state holds for a projected parameter factors, ``{"projected": ...}``. What the inner transform itself keeps as
-    factors has both names: ``"projected_rows"``. What is not projected has a basis without elements.
+    A slot of the inner state holds factors for a projected parameter, ``{"projected": ...}``. Factors of the inner transform itself
+    have both names: ``"projected_rows"``. A parameter that is not projected has a basis without elements.
     """
 
     inner: Any
@@ -45,22 +45,22 @@ class LowRankState(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class LowRank(Wrapping):
-    r"""Project gradients, let the inner transform make updates of them, and project these back, for each matrix on one of its sides.
+    r"""Project the gradient of each matrix on one side, update there with the inner transform, and project the updates back.
 
     .. math::
         g_t = U^\top G_t \qquad u_t = s\, U\, \operatorname{inner}(g_t)
 
-    The inner transform's state has the size of what is projected. It is kept when the basis U changes. Vectors, and matrices with a side
-    of at most the rank, go through the inner transform as they are, without :math:`s`. Weights that the inner transform asks for are
-    projected, too: what decays them decays their projection only, so weight decay belongs behind this one.
+    The inner transform's state has the size of the projections. It is kept when the basis U changes. Vectors, and matrices with a side
+    of at most the rank, go through the inner transform as they are, without :math:`s`. Weights that the inner transform reads are
+    projected, too. A decay in there would shrink only their projection, so weight decay belongs behind this transform.
 
     Args:
-        transform: The inner transform. It may need whole matrices, and reduces over nothing more.
+        transform: The inner transform. It may need whole matrices, and has no other reduction.
         scale: :math:`s`, at least zero.
         projection: The bases, and which parameters are projected.
 
     Raises:
-        TypeError: The inner transform is none.
+        TypeError: The inner transform is not a transform.
         ValueError: ``scale`` is out of range; an inner transform with reductions, masks, labels, or with weights for evaluation, which have
             no meaning here (the last from ``init``); from ``init``, a parameter of two dimensions or more that the view does not fit.
 
@@ -156,7 +156,7 @@ class LowRank(Wrapping):
         return [part.name for part in self.projection.parts(p.shape)]
 
     def _inside(self, ctx: Context, params: Any) -> Context:
-        """The inner transform's context: random bits of what is projected are those of the first elements of its matrices."""
+        """Return the inner transform's context: projections draw the random bits of their matrices' first elements."""
         if not getattr(self.transform, "draws", False):
             return replace(ctx, numbering=None)
         leaves = tree.leaves(params)
@@ -175,7 +175,7 @@ def _evaluated(transform: Transform[Any], low: Any, inner: Any) -> list[Tensor]:
 
 
 def _map_values(inner: Any, params: Any, function: Callable[[Any, Tensor], Any]) -> Any:
-    """A state with ``function`` of what each slot holds for each parameter."""
+    """Return a state with ``function`` applied to each parameter's value of each slot."""
 
     def slot(_name: str, value: Any) -> Any:
         values = tree.flatten_up_to(params, value)
@@ -185,7 +185,7 @@ def _map_values(inner: Any, params: Any, function: Callable[[Any, Tensor], Any])
 
 
 def _packed(value: Any, names: list[str]) -> Any:
-    """What a slot holds for one parameter, as factors: those of each part are named after both."""
+    """Return a slot's value for one parameter as factors; a factor's name has those of slot and basis."""
     if not names:
         return value
     found: dict[str, Any] = {}
@@ -223,12 +223,12 @@ def low_rank(
         rank: Of the subspace of each matrix; for this to ``view`` see :class:`~everybit.Projection`, but for the scale.
         period: Updates between two choices of a subspace.
         scale: Factor of projected updates, at least zero.
-        basis: ``"singular"``: of singular vectors; ``"random"``: of random ones, which are not stored.
+        basis: ``"singular"``: singular vectors; ``"random"``: random vectors, which are not stored.
         side: The dimension that is projected.
         view: How parameters become matrices; see :func:`everybit.heads`.
 
     Raises:
-        TypeError: A transform that is none.
+        TypeError: ``transform`` is not a transform.
         ValueError: A hyperparameter out of range; a transform that reduces over parameters.
 
     Examples:

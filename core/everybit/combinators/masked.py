@@ -76,11 +76,11 @@ class Masked(Wrapping):
         return MaskedState(self.transform.init(_select(params, chosen)))
 
     def require_used(self, chosen: Collection[bool], names: Sequence[str]) -> None:
-        """Refuse a function that selects none of some parameters; a tree of bools may be False everywhere.
+        """Refuse a function that selects no parameter; a tree of bools may be False everywhere.
 
         Args:
-            chosen: What it says of all parameters.
-            names: Of the parameters, for the message.
+            chosen: The values of the function for all parameters.
+            names: The parameters' names, for the message.
 
         Raises:
             ValueError: The message has the first parameters.
@@ -104,7 +104,7 @@ class Masked(Wrapping):
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Each leaf is handled by the transform of its label. Of ``optional`` labels there may be none."""
+    """Update each leaf with the transform of its label. The ``optional`` labels need no leaf."""
 
     transforms: Mapping[str, Transform[Any]] = field(hash=False)
     labels: Any = field(hash=False)
@@ -121,17 +121,17 @@ class Partition:
 
     @property
     def reduces(self) -> bool:
-        """Whether one of the parts does."""
+        """Whether a part reduces."""
         return any_reduces(self.transforms.values())
 
     @property
     def draws(self) -> bool:
-        """Whether one of the parts does."""
+        """Whether a part draws random bits."""
         return any_draws(self.transforms.values())
 
     @property
     def per_tensor(self) -> bool:
-        """Whether one of the parts reduces over each parameter."""
+        """Whether a part reduces over each parameter."""
         return any_per_tensor(self.transforms.values())
 
     def decays(self) -> tuple[SlotDecay, ...]:
@@ -162,15 +162,15 @@ class Partition:
         return PartitionState(states)
 
     def require_used(self, labels: Collection[str], names: Sequence[str], params: Sequence[Tensor]) -> None:
-        """Refuse a transform whose label no parameter has, unless that is optional.
+        """Refuse a transform with a label that no parameter has, unless that is optional.
 
         Args:
-            labels: Of all parameters.
-            names: Of some of them, for the message.
+            labels: The labels of all parameters.
+            names: The names of some of them, for the message.
             params: These.
 
         Raises:
-            ValueError: The message has the labels that nothing has.
+            ValueError: A label is unused; the message has all of these.
         """
         unused = [name for name in self.transforms if name not in labels and name not in self.optional]
         if unused:
@@ -190,7 +190,7 @@ class Partition:
                 return merged, PartitionState(states)
             name = names[index]
             chosen = [label == name for label in labels]
-            # By position, as in a chain: that is what a front end makes of a partition whose labels it knows.
+            # By position, as in a chain: a front end that knows the labels replaces a partition so.
             inside = ctx.of(chosen).inside(index)
             return enter(
                 self.transforms[name], _select(updates, chosen), state.by_label[name], _select(params, chosen), inside,
@@ -217,11 +217,11 @@ def masked(
 
     Args:
         transform: What to apply.
-        mask: A tree of bools whose structure is a prefix of the parameters'.
+        mask: A tree of bools with a structure that is a prefix of the parameters'.
         where: Instead of a mask, a function of (path, parameter); see :func:`everybit.tree.paths` for how paths are written.
 
     Raises:
-        TypeError: Neither or both of ``mask`` and ``where``, or a transform that is none.
+        TypeError: Neither or both of ``mask`` and ``where``, or ``transform`` is not a transform.
         ValueError: From ``init``: a function that selects no parameter. (A tree of bools may be False everywhere.)
 
     Examples:
@@ -243,13 +243,13 @@ def partition(
 
     Args:
         transforms: Transform for each label.
-        labels: A tree of labels whose structure is a prefix of the parameters', or a function of (path, parameter).
+        labels: A tree of labels with a structure that is a prefix of the parameters', or a function of (path, parameter).
         optional: Labels that no parameter need have.
 
     Raises:
         TypeError: A value that is no transform.
         ValueError: An optional label without transform. From ``init``: a label without transform, or a transform without parameters
-            whose label is not optional; the message names them.
+            under a label that is not optional; the message names them.
     """
     unknown = [name for name in optional if name not in transforms]
     if unknown:

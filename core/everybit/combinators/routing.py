@@ -26,12 +26,12 @@ class OfMatrices(Protocol):
 
 
 def matrices_of(transform: object, name: str, shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the shapes of the batches of matrices as which a transform sees a parameter; none where it sees no matrices.
+    """Return the shapes of the batches of matrices that a transform sees in a parameter; an empty list if it sees no matrices.
 
     Args:
         transform: Without masks and labels, or with those of this parameter decided.
-        name: Of the parameter.
-        shape: Of the parameter.
+        name: The parameter's name.
+        shape: The parameter's shape.
 
     Raises:
         ValueError: It cannot be seen so; the message begins with the name.
@@ -50,12 +50,12 @@ def routing(transform: object, params: object) -> str:
     """Return a table of which transform steps which parameter, and as which matrices, to be printed before training.
 
     Args:
-        transform: A transform, whose :func:`everybit.partition` is shown. Without one all parameters have the label ``all``.
+        transform: A transform with an :func:`everybit.partition`, which is shown. Without it all parameters have the label ``all``.
         params: A tree of tensors, such as ``dict(model.named_parameters())``; tensors on the meta device will do.
 
     Raises:
         ValueError: A label, such as a pattern of ``views`` of :func:`everybit.muon`, that no parameter has; a label without transform; a
-            parameter that cannot be seen as the matrices that are asked for.
+            parameter that its matrix view does not fit.
 
     Examples:
         >>> import torch, everybit as eb
@@ -77,10 +77,10 @@ def routing(transform: object, params: object) -> str:
 
 
 def routing_tables(transform: object, params: object) -> list[str]:
-    """Return the tables of :func:`routing`, one for each partition; labels that nothing has are let alone.
+    """Return the tables of :func:`routing`, one for each partition; unused labels are left out.
 
     Raises:
-        ValueError: A label without transform; a parameter that cannot be seen as the matrices that are asked for.
+        ValueError: A label without transform; a parameter that its matrix view does not fit.
     """
     outermost = list(_outermost(transform))
     if not outermost:
@@ -95,7 +95,7 @@ def routing_tables(transform: object, params: object) -> list[str]:
 
 @runtime_checkable
 class WithReasons(Protocol):
-    """Labels that say what they were decided by."""
+    """Labels that give the reason of each decision."""
 
     def basis(self) -> str:
         """Return what all labels are decided by."""
@@ -121,7 +121,7 @@ def _as_matrices(transforms: Any, labels: WithReasons | None = None) -> Any:
 
 
 def shown_matrices(shapes: Sequence[tuple[int, ...]], shape: Sequence[int]) -> str:
-    """What stands in a table after a parameter of this shape that is seen as batches of matrices of these; nothing where they are it."""
+    """Return the text after a parameter seen as these batches of matrices; empty if it is a single matrix of its own shape."""
     if list(shapes) in ([], [tuple(shape)]):
         return ""
     return f" as {', '.join(' x '.join(map(str, one)) for one in shapes)}"

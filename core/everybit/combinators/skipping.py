@@ -27,17 +27,17 @@ class SkipLargeUpdatesState:
 
 @dataclass(frozen=True, slots=True)
 class SkipLargeUpdates(Wrapping):
-    """Skip a step whose gradients' joint norm is not below a limit: the update is zero and the inner state stays as it was.
+    """Skip a step if the joint norm of its gradients reaches a limit: the update is zero and the inner state stays as it was.
 
     A norm that is NaN is not below it either. As optax's ``skip_large_updates``, which names the square of the limit. All shards agree, and
     the host never waits; look at ``state.skipped`` when it suits you.
 
     Args:
-        transform: What other gradients go through.
+        transform: The transform that other gradients go through.
         limit: Norm, above zero; unit of the gradient.
 
     Raises:
-        TypeError: ``transform`` is none.
+        TypeError: ``transform`` is not a transform.
         ValueError: ``limit`` out of range.
     """
 

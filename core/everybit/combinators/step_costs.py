@@ -1,4 +1,4 @@
-"""What a step costs, for those who distribute parameters over processes. Of a transform that says nothing it costs its elements."""
+"""Costs of steps, for distributing parameters over processes. A transform that declares no cost costs its elements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everybit.protocol import transforms_in
 
 @runtime_checkable
 class HasStepCost(Protocol):
-    """A transform whose step costs more than a number of operations for each element."""
+    """A transform with a step that costs more than a few operations for each element."""
 
     def step_cost(self, shape: Sequence[int]) -> float:
         """Return the multiply-adds of a step on a parameter of this shape."""
@@ -19,6 +19,6 @@ class HasStepCost(Protocol):
 
 
 def step_cost(transform: object, shape: Sequence[int]) -> float:
-    """Return what a step on a parameter of this shape costs: one for each element, and the multiply-adds that transforms inside declare."""
+    """Return the cost of a step on a parameter of this shape: 1 for each element, and the multiply-adds that transforms inside declare."""
     declared = [part for part in transforms_in(transform) if isinstance(part, HasStepCost)]
     return math.prod(shape) + sum(part.step_cost(shape) for part in declared)

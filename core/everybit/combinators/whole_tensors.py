@@ -10,7 +10,7 @@ from everybit.protocol import transforms_in
 def needs_whole_tensors(transform: object) -> bool:
     """Whether a transform, or one inside it, says that it must see whole tensors.
 
-    Masks and labels do not count: who asks them before cutting may cut as the transforms inside may be.
+    Masks and labels do not count: a front end that decides them before cutting may cut as the transforms inside may be.
     """
     return any(
         node.cut == "tensor"

@@ -1,4 +1,4 @@
-"""What a combinator of one transform says of itself: what its transform does."""
+"""Promises of a combinator with one transform: those of its transform."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Wrapping:
     """Base class of combinators of one transform.
 
     The transform is the field ``transform``, and its state the field ``inner`` of the combinator's state. A combinator that does more than
-    its transform overrides what it does more of.
+    its transform overrides these promises.
     """
 
     __slots__ = ()

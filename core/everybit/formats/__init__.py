@@ -1,6 +1,6 @@
 """Formats: how a number computed in float32 is kept in fewer bits.
 
-A format is a pair of pure functions. ``encode`` turns what was computed into *parts* to store, ``decode`` turns them back. For a
+A format is a pair of pure functions. ``encode`` turns a computed value into *parts* to store, ``decode`` turns them back. For a
 parameter the first part is the model's own tensor and the rest lives in the optimizer's state; for a slot of the state all parts
 live there. The optimizer never knows. Compensation of a parameter, of the second moment and of an average is therefore one piece
 of code, and weight decay, being part of the update, is always inside it.
@@ -17,13 +17,13 @@ format                 parts                 error of one encode, relative to ``
 ``Blockwise``          codes, scale          see :class:`Blockwise`                    1 or 0.5, + 4 / block
 =====================  ====================  ========================================  ==============================
 
-``Kahan`` and ``Split(8)`` with stochastic rounding are off by up to twice as much, and by nothing on average.
+``Kahan`` and ``Split(8)`` with stochastic rounding are off by up to twice as much, and unbiased.
 
 A format of your own subclasses :class:`Format`: see docs/formats.md.
 
 Parameters are public: anyone may zero or overwrite the model's tensor between two steps. Each two-part format therefore decides on
 ``decode`` whether the second part can belong to the first, and drops it if not. The result is never NaN unless the value is, and is within
-half a unit in the last place of what was written; ``Split`` cannot tell a stale remainder from its own, and adds it.
+half a unit in the last place of the value part; ``Split`` cannot tell a stale remainder from its own, and adds it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Maps of block formats: which numbers in [-1, 1] a code of 8 or 4 bits stands for.
 
 A map is a rising sequence of *levels*. Maps by formula have levels from 0 to 1, and the code of a negative number is that of its
-magnitude, with a sign. Maps by table list their levels, negative ones too. The expanded map has roots of the floating-point map's levels,
+magnitude, with a sign. Maps by table list their levels, negative levels too. The expanded map has roots of the floating-point map's levels,
 and each block the power that they are roots of. Every map is used in one way: a number lies between two
-neighbouring levels, and is rounded to the nearer one, or to one of the two at random. So each map is two functions, the level of an index
+neighbouring levels, and is rounded to the nearer level, or at random to either. So each map is two functions, the level of an index
 and an index near a number, of which the first decides: eager and compiled code agree on the bits however the second is rounded.
 """
 
@@ -33,7 +33,7 @@ class _Float(NamedTuple):
     Attributes:
         levels: Numbers that are not negative.
         fraction: Bits of the fraction.
-        offset: What is added to such a number's bits for the upper bits of the same float32.
+        offset: The number to add to such a number's bits for the upper bits of the same float32.
         quantum: Distance of the least numbers, of which there are ``2**fraction``.
         greatest: The greatest number.
     """
@@ -58,7 +58,7 @@ _FLOATS: Mapping[tuple[Bits, SlotKind], _Float] = MappingProxyType(
 
 _FLOATING = ("float", "expanded")
 
-# Levels of "power" are fourth powers, and eighth powers where numbers are not negative: a second moment is a square, whose root divides.
+# Levels of "power" are fourth powers, and eighth powers where numbers are not negative: steps divide by the root of a second moment.
 # Neighbouring levels are 3 % apart near a block's greatest number, and 10 % at a hundredth of it (a ten-thousandth of a square). In 4 bits
 # there are too few levels for that range.
 _SQUARINGS: Mapping[tuple[Bits, SlotKind], int] = MappingProxyType(
@@ -67,7 +67,7 @@ _SQUARINGS: Mapping[tuple[Bits, SlotKind], int] = MappingProxyType(
 
 
 def is_table(name: MapName) -> bool:
-    """Whether the map lists its levels, with the negative ones among them."""
+    """Whether the map lists its levels, negative levels included."""
     return name == "dynamic"
 
 
@@ -77,7 +77,7 @@ def is_expanded(name: MapName) -> bool:
 
 
 def has_zero(name: MapName, bits: Bits, kind: SlotKind) -> bool:
-    """Whether zero is a level: of all maps but the one for non-negative numbers in 4 bits at equal distances."""
+    """Whether zero is a level: of all maps except the 4-bit map with equal distances for non-negative numbers."""
     return not (name == "linear" and bits == 4 and kind == "non-negative")
 
 
@@ -93,9 +93,9 @@ def level(name: MapName, bits: Bits, kind: SlotKind, index: Tensor) -> Tensor:
     """The number in [-1, 1] that an index stands for.
 
     Args:
-        name: Of the map.
-        bits: Of a code.
-        kind: Of the numbers.
+        name: The map's name.
+        bits: The bits of a code.
+        kind: The kind of the numbers.
         index: Integers from 0 to :func:`greatest_index`; int32.
 
     Returns:
@@ -103,7 +103,7 @@ def level(name: MapName, bits: Bits, kind: SlotKind, index: Tensor) -> Tensor:
     """
     if is_table(name):
         return look_up(beside(table(bits, kind), index), index)
-    # Products with reciprocals, rounded to float32: what a GPU makes of a division by a number, and a CPU does not.
+    # Products with reciprocals, rounded to float32: a GPU divides by a number so, and a CPU does not.
     top = greatest_index(name, bits, kind)
     if name in _FLOATING:
         _, fraction, offset, quantum, greatest = _FLOATS[bits, kind]
@@ -124,17 +124,17 @@ def index_near(name: MapName, bits: Bits, kind: SlotKind, x: Tensor) -> Tensor:
     """The index of the last level that is not above a number, or the index after it.
 
     Args:
-        name: Of the map.
-        bits: Of a code.
-        kind: Of the numbers.
-        x: float32, in [0, 1]; in [-1, 1] for maps by table.
+        name: The map's name.
+        bits: The bits of a code.
+        kind: The kind of the numbers.
+        x: float32 numbers in [0, 1], or in [-1, 1] for maps by table.
 
     Returns:
         int32, of the same shape; it may be out of range by one.
     """
     if is_table(name):
         return _search(table(bits, kind), x)
-    # More than the errors of the operations below, and less than the distance of two levels: no index is too low, none too high by two.
+    # More than the errors of the operations below, and less than the distance of two levels: no index is too low or too high by two.
     x = x * (1.0 + 2.0**-20)
     top = greatest_index(name, bits, kind)
     if name in _FLOATING:
@@ -207,7 +207,7 @@ def table(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
 
 
 def _decades(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
-    """The levels of the dynamic map: decades, each with twice as many levels as the one below it.
+    """Return the levels of the dynamic map: decades, each with twice as many levels as the decade below it.
 
     The greatest is 1. There is no -1: the most negative level of the signed map lies below it by half a distance.
 

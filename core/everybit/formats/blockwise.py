@@ -33,7 +33,7 @@ class Blockwise(StateFormat):
         map: The levels, for signed numbers and for others.
 
             * ``"dynamic"``: decades with ever more levels, 5.5e-7 to 1, as bitsandbytes and torchao have them.
-            * ``"linear"``: equal distances. In 4 bits without negative numbers sixteenths, of which none is zero, as torchao has them.
+            * ``"linear"``: equal distances. In 4 bits without negative numbers sixteenths without zero, as torchao has them.
             * ``"root"``: squares of equal distances, 1.5e-5 to 1 for 255 levels (6.2e-5 for 127).
             * ``"power"``: fourth powers of equal distances, 3.8e-9 to 1, and without a sign eighth powers, 5.6e-20 to 1. In 4 bits squares,
               2.0e-2 to 1, and without a sign fourth powers, 2.0e-5 to 1.
@@ -44,12 +44,12 @@ class Blockwise(StateFormat):
               block are alike, levels are up to eight times as close.
         bits: Of a code. Two codes of 4 bits share a byte, the first element in its upper half.
         block: Elements with a common scale: a power of two, 32 to 2048.
-        rounding: ``"stochastic"``: to one of the two neighbouring levels, at random so that the expectation is right; ``"nearest"``: to the
-            nearer one, which stops slow averages and is refused for them.
+        rounding: ``"stochastic"``: to either neighbouring level, at random so that the expectation is right; ``"nearest"``: to the
+            nearer level, which stops slow averages and is refused for them.
         scale: dtype of the scales. A bfloat16 is rounded up, so that no number is above its block's scale. The block's greatest number may
-            then be stored as a level below 1, so that numbers that are decoded and encoded again are not always what they were; with
-            float32 scales they are.
-        kind: Of the slot; filled in by the policy.
+            then be stored as a level below 1, so that decoding and encoding again may change numbers; with
+            float32 scales it does not.
+        kind: The slot's kind; filled in by the policy.
 
     Raises:
         ValueError: An argument out of range.
@@ -102,10 +102,10 @@ class Blockwise(StateFormat):
         """The numbers that codes stand for, over the scale of their block, rising: float32, 1-d.
 
         Args:
-            power: Of the block, 1, 2, 4 or 8, if the map is expanded.
+            power: The power of the block, 1, 2, 4 or 8, if the map is expanded.
 
         Raises:
-            ValueError: Another power, or one of another map.
+            ValueError: Another power, or a power for another map.
         """
         accepted = [1 << log for log in range(POWERS)] if block_maps.is_expanded(self.map) else [1]
         if power not in accepted or isinstance(power, bool):
@@ -200,7 +200,7 @@ class Blockwise(StateFormat):
         return known.view(-1, self._greatest + 1)
 
     def _neighbours(self, y: Tensor, power: Tensor | int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The last index whose level is not above a number, the one after it, and the levels of both; the first or last one twice.
+        """Return the last index with a level not above a number, the index after it, and the levels of both; at the ends one index twice.
 
         Compiled, levels are arithmetic in the step's one loop, of all three indices at once; uncompiled, where each operation goes through
         memory, the same levels are looked up, of the two that are needed.
@@ -224,8 +224,8 @@ class Blockwise(StateFormat):
     def _powers(self, rows: Tensor, unit: Tensor) -> Tensor:
         """The logarithm of each block's power: int32, 1-d.
 
-        It is the greatest by which the block's least magnitude above zero is still a level, or above one. A block whose least magnitude is
-        a level of some power already keeps that power: else what was stored would be moved to the levels of another.
+        It is the greatest by which the block's least magnitude above zero is still a level, or above a level. A block that holds
+        levels of some power already keeps that power: otherwise stored numbers would be moved to the levels of another power.
         """
         magnitudes = rows.abs()
         least = torch.where(magnitudes > 0, magnitudes, torch.inf).amin(1)
@@ -245,7 +245,7 @@ class Blockwise(StateFormat):
         """The scales of blocks as they are stored, and what numbers are divided by: float32."""
         greatest = rows.abs().amax(1)
         if self.kind == "signed" and not self._has_signs:
-            # The map has no -1. A block whose greatest number is negative would lose a little of it at every step.
+            # The map has no -1. A block with a negative number of greatest magnitude would lose a little of it at every step.
             is_negative = -rows.amin(1) >= greatest
             greatest = torch.where(is_negative, greatest * (-1.0 / block_maps.table(self.bits, self.kind)[0]), greatest)
         if self.kind == "non-negative":
@@ -255,7 +255,7 @@ class Blockwise(StateFormat):
         greatest = torch.where(greatest < torch.inf, greatest, torch.nan)
         if self.scale == "bfloat16":
             upper = (greatest.view(torch.int32) + 0xFFFF) & -0x10000
-            # Nothing in bfloat16 is above its greatest number but infinity.
+            # Only infinity is above bfloat16's greatest number.
             upper = torch.where(greatest == greatest, upper.clamp(max=0x7F7F0000), 0x7FC00000)
             greatest = upper.view(torch.float32)
             stored = (upper >> 16).to(torch.int16).view(torch.bfloat16)
@@ -289,7 +289,7 @@ def _looked_up(known: Tensor, index: Tensor, power: Tensor | int | None) -> Tens
 
 
 def _times(x: Tensor, scale: Tensor, block: int) -> Tensor:
-    """Each element times the number of its block: as with :func:`spread`, which is one more tensor where nothing is compiled."""
+    """Multiply each element by the number of its block, as with :func:`spread`, which makes one more tensor in eager code."""
     if x.numel() % block:
         return x * spread(scale, block, x.shape)
     return (x.reshape(-1, block) * scale[:, None]).view(x.shape)
@@ -305,7 +305,7 @@ def _rows(x: Tensor, block: int) -> Tensor:
 
 
 def spread(scale: Tensor, block: int, shape: torch.Size) -> Tensor:
-    """For each element the number of its block."""
+    """Return the number of its block for each element."""
     found = scale[:, None].expand(-1, block).reshape(-1)
     if shape.numel() % block:
         # Inductor (torch 2.13, CPU) leaves out the elements after the last whole block where it divides indices by the block's length.
@@ -314,7 +314,7 @@ def spread(scale: Tensor, block: int, shape: torch.Size) -> Tensor:
 
 
 def _packed(codes: Tensor, last: int) -> Tensor:
-    """Two codes in a byte, the first in its upper half; ``last`` in the place of a last one that lacks."""
+    """Pack two codes into a byte, the first into its upper half; ``last`` fills up the last byte."""
     flat = codes.reshape(-1)
     if flat.numel() % 2:
         flat = torch.cat([flat, flat.new_full((1,), last)])

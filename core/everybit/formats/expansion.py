@@ -5,7 +5,7 @@ A power is 1, 2, 4 or 8, and goes by its logarithm. Powers are squarings and roo
 lie in the range that the block has.
 
 Reference:
-    Xi et al. 2024, https://arxiv.org/abs/2410.19313 (COAT), section 4, whose powers are real numbers.
+    Xi et al. 2024, https://arxiv.org/abs/2410.19313 (COAT), section 4, with real numbers as powers.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Kahan(StateFormat, ParamFormat):
     ``value`` is ``x`` rounded to nearest, ``residual`` is ``x - value`` rounded to its own dtype. A bfloat16 residual keeps about 16
     significant bits: updates smaller than about ``2**-17 |x|`` are lost, unless the residual is rounded stochastically.
     A float16 residual keeps three bits more while ``|x|`` is above 2**-5, and fewer below 2**-8, where its step of 2**-24 is the
-    coarser one; below 2**-16 (of a float16 value 2**-13) it keeps nothing.
+    coarser step; below 2**-16 (of a float16 value 2**-13) it is zero.
 
     Args:
         residual: dtype of the residual.
@@ -60,11 +60,11 @@ class Kahan(StateFormat, ParamFormat):
             require_member(self.value, LOW_DTYPES, field="Kahan.value")
 
     def for_params(self, model: FloatDType) -> Kahan:
-        """Return the format with ``value`` filled in: the model's dtype, if none was chosen."""
+        """Return the format with ``value`` filled in: the model's dtype, unless it was chosen."""
         return self if self.value is not None else replace(self, value=low(model, "Kahan"))
 
     def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Kahan:
-        """Return the format with ``value`` filled in: bfloat16, if none was chosen."""
+        """Return the format with ``value`` filled in: bfloat16, unless it was chosen."""
         return self.for_params("bfloat16")
 
     @property
@@ -74,7 +74,7 @@ class Kahan(StateFormat, ParamFormat):
 
     @property
     def loses_small_numbers(self) -> bool:
-        """Whether either part is stored in float16, whose smallest number is 6e-8."""
+        """Whether either part is stored in float16, with 6e-8 as its smallest number."""
         return "float16" in (self.value, self.residual)
 
     def objection(self, compute: ComputeDType) -> str | None:
@@ -88,11 +88,11 @@ class Kahan(StateFormat, ParamFormat):
         )
 
     def encode(self, x: Tensor, key: Key) -> Parts:
-        """Split into what the value holds and what is left."""
+        """Split into the value part and the rest."""
         dtype = low(self.value or unnamed(self), "Kahan")
         whole, x = x, x.detach()  # the value alone has a derivative, or the sum of the two would have it twice
         value = rounding.nearest(x, dtype)
-        # Exact: x and value share their leading bits, so the difference has at most 16 (Sterbenz). Nothing is left of what is not finite,
+        # Exact: x and value share their leading bits, so the difference has at most 16 (Sterbenz). The rest is zero if x is not finite,
         # or was rounded to infinity.
         residual = x - value
         residual = torch.where(residual.abs() < torch.inf, residual, 0.0)
@@ -121,7 +121,7 @@ class Kahan(StateFormat, ParamFormat):
         return torch.where(some & (residual.abs() <= reach), value + residual, value)
 
     def resolution(self, compute: ComputeDType) -> float:
-        """That of value and residual together. A float16 has nothing below 2**-24, so that of small numbers only one of the two is left."""
+        """Return the resolution of value and residual together. Float16 ends at 2**-24, so that small numbers have only one of the two."""
         value = low(self.value or unnamed(self), "Kahan")
         if self.residual == "float32":
             return 0.0
@@ -135,9 +135,9 @@ class Kahan(StateFormat, ParamFormat):
 def _canonical(value: Tensor, residual: Tensor, dtype: LowDType, kept_in: LowDType) -> tuple[Tensor, Tensor]:
     """The parts of which the first is their sum rounded to nearest: those that encoding the sum again would give.
 
-    A residual that was rounded up beyond half a unit (a float16 has no small ones) would be dropped by ``decode``, and is zero. One that
+    A residual that was rounded up beyond half a unit (float16 is coarse there) would be dropped by ``decode``, and is zero. A residual that
     was rounded up to half a unit puts the sum on a tie, and beside an odd value the tie goes to the neighbour: then the neighbour is
-    stored, and the residual on its other side. Else weights would move by a unit at a step that moves nothing. Where the neighbour is
+    stored, and the residual on its other side. Otherwise weights would move by a unit at a step with a zero update. If the neighbour is
     infinity, the residual is rounded down instead: it is a power of two, below which numbers are closer.
     """
     half, size = rounding.half_ulp(value, dtype), residual.abs()

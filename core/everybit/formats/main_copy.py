@@ -43,7 +43,7 @@ class Master(ParamFormat):
             require_member(self.value, accepted, field="Master.value")
 
     def for_params(self, model: FloatDType) -> Master:
-        """Return the format with ``value`` filled in: the model's dtype, if none was chosen."""
+        """Return the format with ``value`` filled in: the model's dtype, unless it was chosen."""
         if self.value is not None:
             return self
         return replace(self, value="float32" if self._narrows_float64(model) else low(model, "Master"))

@@ -38,7 +38,7 @@ class Nearest(StateFormat, ParamFormat):
     """One tensor, rounded to the nearest value, ties to even.
 
     Args:
-        dtype: What it is stored in. None: the model's own dtype for parameters, the compute dtype for state.
+        dtype: The stored dtype. None: the model's own dtype for parameters, the compute dtype for state.
     """
 
     dtype: FloatDType | None = None
@@ -48,20 +48,20 @@ class Nearest(StateFormat, ParamFormat):
             require_member(self.dtype, FLOAT_DTYPES, field="Nearest.dtype")
 
     def for_params(self, model: FloatDType) -> Nearest:
-        """Return the format with ``dtype`` filled in: the model's, if none was chosen."""
+        """Return the format with ``dtype`` filled in: the model's, unless it was chosen."""
         return self if self.dtype is not None else Nearest(model)
 
     def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Nearest:
-        """Return the format with ``dtype`` filled in: the compute dtype, if none was chosen."""
+        """Return the format with ``dtype`` filled in: the compute dtype, unless it was chosen."""
         return self if self.dtype is not None else Nearest(compute)
 
     @property
     def loses_small_numbers(self) -> bool:
-        """Whether the value is stored in float16, whose smallest number is 6e-8."""
+        """Whether the value is stored in float16, with 6e-8 as its smallest number."""
         return self.dtype == "float16"
 
     def parts(self) -> tuple[PartSpec, ...]:
-        """Describe the one part, the value."""
+        """Describe the only part, the value."""
         return (PartSpec("value", torch_dtype(self.dtype or unnamed(self))),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
@@ -85,12 +85,12 @@ class Nearest(StateFormat, ParamFormat):
 class Stochastic(StateFormat, ParamFormat):
     """One 16-bit tensor, rounded up or down at random so that the expectation is right (Gupta et al. 2015, arXiv:1502.02551).
 
-    Nothing that float32 holds is lost on average; the price is noise of up to one unit in the last place a step. An update is added in
-    float32 before it is rounded, so that one below half of float32's unit in the last place is lost, as it is under float32.
+    All that float32 holds is kept on average; the price is noise of up to one unit in the last place a step. An update is added in
+    float32 before it is rounded, so that an update below half of float32's unit in the last place is lost, as it is under float32.
     The bits come from (seed, step, global element index): see :mod:`everybit.base.random_bits`.
 
     Args:
-        dtype: What it is stored in. None: the model's own dtype for parameters, bfloat16 for state.
+        dtype: The stored dtype. None: the model's own dtype for parameters, bfloat16 for state.
     """
 
     dtype: LowDType | None = None
@@ -100,11 +100,11 @@ class Stochastic(StateFormat, ParamFormat):
             require_member(self.dtype, LOW_DTYPES, field="Stochastic.dtype")
 
     def for_params(self, model: FloatDType) -> Stochastic:
-        """Return the format with ``dtype`` filled in: the model's, if none was chosen."""
+        """Return the format with ``dtype`` filled in: the model's, unless it was chosen."""
         return self if self.dtype is not None else Stochastic(low(model, "Stochastic"))
 
     def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Stochastic:
-        """Return the format with ``dtype`` filled in: bfloat16, if none was chosen."""
+        """Return the format with ``dtype`` filled in: bfloat16, unless it was chosen."""
         return self.for_params("bfloat16")
 
     @property
@@ -114,7 +114,7 @@ class Stochastic(StateFormat, ParamFormat):
 
     @property
     def loses_small_numbers(self) -> bool:
-        """Whether the value is stored in float16, whose smallest number is 6e-8."""
+        """Whether the value is stored in float16, with 6e-8 as its smallest number."""
         return self.dtype == "float16"
 
     def objection(self, compute: ComputeDType) -> str | None:
@@ -122,7 +122,7 @@ class Stochastic(StateFormat, ParamFormat):
         return SPLITS_FLOAT32 if compute == "float64" else None
 
     def parts(self) -> tuple[PartSpec, ...]:
-        """Describe the one part, the value."""
+        """Describe the only part, the value."""
         return (PartSpec("value", torch_dtype(self.dtype or unnamed(self))),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
@@ -136,5 +136,5 @@ class Stochastic(StateFormat, ParamFormat):
         return rounding.widen(parts[0]).to(torch_dtype(compute))
 
     def resolution(self, compute: ComputeDType) -> float:
-        """0: stochastic rounding loses nothing on average."""
+        """Return 0: stochastic rounding is unbiased."""
         return 0.0

@@ -34,8 +34,8 @@ class PartSpec:
     """One of the tensors that a format stores.
 
     Attributes:
-        name: By which it goes in state dicts and checkpoints: ``"residual"``, ``"scale"``.
-        dtype: Of its numbers.
+        name: The part's name in state dicts and checkpoints: ``"residual"``, ``"scale"``.
+        dtype: The dtype of its numbers.
         block: How many elements of the value one number of it covers. With 1 the part has the value's shape. With more it is 1-d:
             number ``i`` covers the elements ``i * block`` to ``(i + 1) * block`` of the value, in the order of their indices, and the last
             one those that are left.
@@ -78,14 +78,14 @@ class PartSpec:
 
 
 class Format(Protocol):
-    """Two pure functions, from a computed value to the tensors that are stored and back, and what a policy needs to know about them.
+    """Two pure functions, from a computed value to the stored tensors and back, and the facts that a policy needs about them.
 
     Formats are values: frozen dataclasses, which can be compared and hashed. A format that can store a slot of the state is a
-    :class:`StateFormat` too, one that can store parameters a :class:`ParamFormat`. Classes that subclass them have the defaults that are
-    given here.
+    :class:`StateFormat` too, a format that can store parameters a :class:`ParamFormat`. Classes that subclass them have the defaults that
+    are given here.
 
     A value may be encoded as a whole or in runs of elements, which begin at multiples of every part's ``block``; the parts of the runs are
-    those of the whole. So a number of a part may depend on the elements that it covers and on nothing else.
+    those of the whole. So a number of a part may depend only on the elements that it covers.
     """
 
     __slots__ = ()
@@ -115,12 +115,12 @@ class Format(Protocol):
     def resolution(self, compute: ComputeDType) -> float:
         """The largest change, relative to the number that is kept, that ``encode`` may undo every time: half a unit in the last place.
 
-        0 if nothing is undone on average, or if everything is kept that the compute dtype holds.
+        0 if the format is unbiased, or if it keeps everything that the compute dtype holds.
         """
         ...
 
     def objection(self, compute: ComputeDType) -> str | None:
-        """Why the format cannot store what is computed in this dtype, and what can; None if it can, which is the default."""
+        """Why the format cannot store values of this dtype, and a format that can; None if it can, which is the default."""
         return None
 
 
@@ -130,7 +130,7 @@ class StateFormat(Format, Protocol):
     __slots__ = ()
 
     def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Format:
-        """This format for a slot whose numbers are of this kind, with every dtype named.
+        """This format for a slot with numbers of this kind, with every dtype named.
 
         The names and blocks of its parts are the same for every kind.
         """
@@ -146,7 +146,7 @@ class ParamFormat(Format, Protocol):
         """This format for parameters that the model holds in this dtype, with every dtype named.
 
         Raises:
-            ValueError: It cannot store them; the message says what is accepted.
+            ValueError: It cannot store them; the message says which formats can.
         """
         ...
 
@@ -165,7 +165,7 @@ def parts_of(format: Format) -> tuple[PartSpec, ...]:
 
 
 def unnamed(who: Format) -> NoReturn:
-    """Refuse to store anything in a format whose dtype is left to the context.
+    """Refuse to encode in a format with a dtype that is left to the context.
 
     Raises:
         ValueError: Always.
@@ -183,7 +183,7 @@ SPLITS_FLOAT32 = (
 
 
 def dither(dtype: LowDType, like: Tensor, key: Key) -> Tensor:
-    """Random bits to round to ``dtype`` with: 16 for bfloat16, which drops 16; 32 for float16, whose subnormals are rounded more finely."""
+    """Return random bits to round to ``dtype`` with: 16 for bfloat16, which drops 16; 32 for float16 and its finer subnormals."""
     return key.bits16(like) if dtype == "bfloat16" else key.bits(like)
 
 

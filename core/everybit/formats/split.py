@@ -59,11 +59,11 @@ class Split(StateFormat, ParamFormat):
             require_member(self.value, LOW_DTYPES, field="Split.value")
 
     def for_params(self, model: FloatDType) -> Split:
-        """Return the format with ``value`` filled in: the model's dtype, if none was chosen."""
+        """Return the format with ``value`` filled in: the model's dtype, unless it was chosen."""
         return self if self.value is not None else replace(self, value=low(model, "Split"))
 
     def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Split:
-        """Return the format with ``value`` filled in: bfloat16, if none was chosen."""
+        """Return the format with ``value`` filled in: bfloat16, unless it was chosen."""
         return self.for_params("bfloat16")
 
     @property
@@ -73,7 +73,7 @@ class Split(StateFormat, ParamFormat):
 
     @property
     def loses_small_numbers(self) -> bool:
-        """Whether the value is stored in float16, whose smallest number is 6e-8."""
+        """Whether the value is stored in float16, with 6e-8 as its smallest number."""
         return self.value == "float16"
 
     def objection(self, compute: ComputeDType) -> str | None:
@@ -97,7 +97,7 @@ class Split(StateFormat, ParamFormat):
         # The upper half, half-way cases away from zero: then the difference always fits.
         upper = (kept + 0x8000) & -0x10000
         remainder = kept - upper if self.bits == 16 else (kept - upper) >> 8
-        # Infinity leaves no remainder. That of NaN means nothing, and whatever it is, does not turn the quiet NaN into a number.
+        # Infinity leaves no remainder. That of NaN is arbitrary, and does not turn the quiet NaN into a number.
         return rounding.upper_half(x, upper), self._as_integer(remainder)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
@@ -139,9 +139,9 @@ class Split(StateFormat, ParamFormat):
         left = (quanta - whole) * scale
         if self.bits == 8 and self.rounding == "stochastic":
             left = rounding.floor_stochastic(left, key.bits(x))
-        # The half-way case is the one value that rounds out of range.
+        # Only the half-way case rounds out of range.
         left = torch.round(left).clamp(-scale / 2, scale / 2 - 1)
-        # Up to and including 2**-14, whose neighbours above are one quantum apart too.
+        # Up to and including 2**-14, since its neighbours above are one quantum apart too.
         small = whole <= 2.0**10
         value = torch.where(small, torch.copysign(whole * 2.0**-24, x), upper.view(torch.float32))
         remainder = torch.where(small, left.to(torch.int32), (kept - upper) >> unit)

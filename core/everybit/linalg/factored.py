@@ -19,10 +19,10 @@ Which = Literal["last", "largest"]
 
 
 def require_which(which: object) -> None:
-    """Refuse what is not one of :data:`Which`.
+    """Refuse a value that is not in :data:`Which`.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not in there.
     """
     if which not in get_args(Which):
         raise ValueError(f"dimensions: got {which!r}; accepted are {', '.join(map(repr, get_args(Which)))}.")
@@ -44,7 +44,7 @@ def factored_dimensions(x: Tensor, which: Which = "last", least: int = 1) -> tup
 
 
 def zeros(p: Tensor, dimensions: tuple[int, int] | None) -> Any:
-    """What a slot holds before the first update."""
+    """Return a slot's value before the first update."""
     if dimensions is None:
         return torch.zeros_like(p)
     rows, columns = dimensions
@@ -53,12 +53,12 @@ def zeros(p: Tensor, dimensions: tuple[int, int] | None) -> Any:
 
 def raised(square: Tensor, eps: Scalar) -> Tensor:
     """``square + eps``, in the dtype of ``square``."""
-    # A vector: a tensor without dimensions would take the dtype of what is added.
+    # A vector: a tensor without dimensions would take the dtype of ``eps``.
     return (square.reshape(-1) + eps).reshape(square.shape)
 
 
 def moved(old: Any, square: Tensor, share: Scalar, dimensions: tuple[int, int] | None) -> Any:
-    """What a slot holds, moved by a share of the way to new squares."""
+    """Return a slot's value, moved by a share of the way to new squares."""
     if dimensions is None or not isinstance(old, dict):
         return _moved(old, square, share)
     rows, columns = dimensions

@@ -1,7 +1,7 @@
 r"""Preconditioners with a small matrix for each dimension of a parameter, :math:`L \otimes R` for a matrix, and the products with them.
 
 A slot holds the small matrices of a parameter as factors by name: ``{"along0": L, "along1": R}``, without elements for a dimension that has
-none. If a view makes several matrices of a parameter, each has its own, in ``"block0_along0"`` and so on, or in leading dimensions.
+matrix. If a view makes several matrices of a parameter, each has its own, in ``"block0_along0"`` and so on, or in leading dimensions.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Block(NamedTuple):
     """One of the tensors that a parameter is seen as.
 
     Attributes:
-        shape: Of it, leading dimensions of a batch first.
+        shape: The block's shape, leading dimensions of a batch first.
         batch: How many of these.
-        names: For each other dimension the name of its matrix.
-        has: For each whether it has one.
+        names: The name of its matrix for each other dimension.
+        has: Whether each of these dimensions has a matrix.
     """
 
     shape: tuple[int, ...]
@@ -45,11 +45,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kronecker:
-    """For which dimensions of parameters a preconditioner has a matrix.
+    """The dimensions of parameters with a matrix in a preconditioner.
 
     Attributes:
         view: How parameters of two dimensions or more become matrices; None: they stay tensors, with a matrix for each dimension.
-        max_dimension: A longer dimension has none.
+        max_dimension: The length of the longest dimension with a matrix.
         merge: Without a view, join neighbouring dimensions as long as their product is at most ``max_dimension``.
         sides: Which dimensions have a matrix otherwise.
         vectors: Whether vectors have one.
@@ -91,7 +91,7 @@ class Kronecker:
         """Return the multiply-adds of a step on a parameter of this shape, for :mod:`everybit.combinators.step_costs`.
 
         Args:
-            shape: Of the parameter.
+            shape: The parameter's shape.
             products: Products of the parameter with each of its matrices, on average in a step.
             cubes: Multiply-adds for each matrix of n rows beside that, over ``n**3``, on average in a step.
 
@@ -107,20 +107,20 @@ class Kronecker:
         return total
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """A parameter, or what has its shape, as the tensors of :meth:`blocks`."""
+        """Split a parameter, or a tensor of its shape, into the tensors of :meth:`blocks`."""
         if self.view is None or x.ndim < 2 or not x.numel():
             (block,) = self.blocks(x.shape)
             return [x.reshape(block.shape)]
         return self.view.split(x)
 
     def joined(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """The tensor of this shape whose parts :meth:`split` gives."""
+        """Join the parts of :meth:`split` into a tensor of this shape."""
         if self.view is None or len(shape) < 2 or not math.prod(shape):
             return parts[0].reshape(tuple(shape))
         return self.view.joined(parts, shape)
 
     def made(self, like: Tensor, make: Callable[[tuple[int, ...], int], Tensor]) -> dict[str, Tensor]:
-        """Factors of a parameter: ``make(batch, size)`` for each matrix, and what has no elements for a dimension without."""
+        """Return factors of a parameter: ``make(batch, size)`` for each matrix, and an empty tensor for a dimension without matrix."""
         nothing = {"along0": like.new_zeros(0)}
         found: dict[str, Tensor] = {}
         for block in self.blocks(like.shape):
@@ -145,14 +145,14 @@ class Kronecker:
     def mapped(
         self, function: Callable[..., Tensor], factors: Mapping[str, Tensor], *others: Mapping[str, Tensor]
     ) -> Any:
-        """``function`` of the matrices of a parameter; what has no elements is left out, and kept."""
+        """Apply ``function`` to the matrices of a parameter; empty tensors are kept as they are."""
         return {
             name: function(one, *(other[name] for other in others)) if one.numel() else one.clone()
             for name, one in factors.items()
         }
 
     def multiplied(self, x: Tensor, factors: Mapping[str, Tensor], *, transposed: bool = False) -> Tensor:
-        r"""A parameter, or what has its shape, multiplied by its matrices along each dimension that has one: :math:`A G B^\top`."""
+        r"""Multiply a parameter, or a tensor of its shape, by its matrices along each dimension that has a matrix: :math:`A G B^\top`."""
         parts = []
         for part, block in zip(self.split(x), self.blocks(x.shape), strict=True):
             for dim, name in block.dimensions:
@@ -166,8 +166,8 @@ class Kronecker:
         """The products of a parameter's slices along each dimension that has a matrix, as factors.
 
         Args:
-            x: It, or what has its shape.
-            seen: From a part, its block and a dimension to what the products along that dimension are of.
+            x: The parameter, or a tensor of its shape.
+            seen: A function of a part, its block and a dimension to the matrix that gives the products along that dimension.
         """
         found = self.made(x, lambda _batch, _size: x.new_zeros(0))
         for part, block in zip(self.split(x), self.blocks(x.shape), strict=True):
@@ -194,7 +194,7 @@ class Kronecker:
 
 
 def unfolded(x: Tensor, dim: int, batch: int) -> Tensor:
-    """A block as matrices whose rows are those of one dimension: (..., size, all others)."""
+    """Return a block as matrices with one row for each index of one dimension: (..., size, all others)."""
     return x.movedim(batch + dim, batch).reshape(*x.shape[:batch], x.shape[batch + dim], -1)
 
 
@@ -218,7 +218,7 @@ def moved(old: Tensor, new: Tensor, share: Scalar) -> Tensor:
 
 
 def root_mean_square(x: Tensor, batch: int) -> Tensor:
-    """Of each tensor of a batch, with dimensions of 1 to multiply by; 0 of zeros."""
+    """Return the root mean square of each tensor of a batch, with dimensions of 1 to multiply by; 0 for zeros."""
     square = mean((x * x).reshape(*x.shape[:batch], -1), -1)
     # No root of zero, which has no derivative.
     known = square > 0

@@ -24,7 +24,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def eigenvectors(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The eigenvalues of symmetric matrices in descending order, and the eigenvectors as columns; NaN of one that is not finite.
+    """Return the eigenvalues of symmetric matrices in descending order, and the eigenvectors as columns; NaN for matrices not finite.
 
     They are computed in float64: those of small eigenvalues would be rounding in float32. On a GPU the library makes the host wait.
 
@@ -40,7 +40,7 @@ def eigenvectors(x: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_roots(x: Tensor, exponent: Scalar, ridge: Scalar) -> Tensor:
     r"""Powers of symmetric matrices, :math:`V \operatorname{diag}(\max(\lambda, 0) + \epsilon)^{-e} V^\top`; 0 for a sum that is zero.
 
-    As :func:`eigenvectors` in float64.
+    Results are those of :func:`eigenvectors` in float64.
 
     Args:
         x: Of shape (..., n, n).
@@ -60,7 +60,7 @@ def orthonormal(x: Tensor) -> Tensor:
 
 
 def over_triangle(x: Tensor, upper: Tensor) -> Tensor:
-    """``x @ inverse(upper)`` of matrices (..., n, k) and upper triangular ones (..., k, k)."""
+    """Return ``x @ inverse(upper)`` for matrices (..., n, k) and upper triangular matrices (..., k, k)."""
     return _apply(_solved, _solutions, x, upper)  # type: ignore[no-any-return]
 
 
@@ -91,7 +91,7 @@ def _eigen(x: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = [], []
     for one in x:
         wide = one.double().contiguous()
-        # The library raises an error for what is not finite, at the cost of the run; a NaN can be skipped.
+        # The library raises an error for numbers that are not finite, at the cost of the run; a NaN can be skipped.
         finite = torch.isfinite(wide).all()
         value, vector = torch.linalg.eigh(
             torch.where(finite, wide, torch.eye(len(wide), dtype=wide.dtype, device=wide.device))

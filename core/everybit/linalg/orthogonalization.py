@@ -58,7 +58,7 @@ def triples(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     """The coefficients of each of so many steps.
 
     Raises:
-        ValueError: A name of no set, or what is no triple of numbers.
+        ValueError: A name of no set, or a value that is not a triple of numbers.
     """
     if isinstance(coefficients, str):
         if coefficients not in PUBLISHED:
@@ -86,15 +86,15 @@ def orthogonalized(
 
     Args:
         x: Of shape (..., rows, columns).
-        coefficients: Of each step.
+        coefficients: The polynomial's coefficients for each step.
         arithmetic: The dtype of the iteration.
-        normalization: What a matrix is divided by first.
-        eps: The least norm, or what is added to it; a matrix of zeros stays zero.
+        normalization: The norm that a matrix is divided by first.
+        eps: The least norm, or the number added to it; a matrix of zeros stays zero.
         batching: ``"alone"``: each matrix is computed by itself, so that its bits do not depend on which others there are.
-            ``"together"``: by batched products, whose bits the library decides.
+            ``"together"``: by batched products, with bits that depend on the library.
 
     Returns:
-        Of the shape and dtype of ``x``.
+        A tensor of the shape and dtype of ``x``.
     """
     flat = [number for one in coefficients for number in one]
     least = eps if isinstance(eps, Tensor) else torch.full((), eps, dtype=torch.float64, device=x.device)
@@ -105,7 +105,7 @@ def orthogonalized(
 
 
 def _is_differentiated(x: Tensor) -> bool:
-    """Whether derivatives are taken, in reverse or forward mode: torch.func takes none of custom operators."""
+    """Whether derivatives are taken, in reverse or forward mode: torch.func differentiates no custom operators."""
     if torch.is_grad_enabled() and x.requires_grad:
         return True
     tangent = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def _is_differentiated(x: Tensor) -> bool:
 def iterated(
     x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str, batching: str
 ) -> Tensor:
-    """What the operator ``everybit::orthogonalized`` does, in operators of torch: for derivatives, and for who counts what it allocates."""
+    """Compute the operator ``everybit::orthogonalized`` in operators of torch: for derivatives, and for counts of allocations."""
     if not x.numel():
         return x.clone()
     if x.ndim > 2 and batching == "alone":

@@ -35,9 +35,9 @@ class Part(NamedTuple):
     """One batch of matrices of a projected parameter.
 
     Attributes:
-        name: Of its factors.
+        name: The name of its factors.
         batch: The leading dimensions.
-        rank: Length of what the projected dimension becomes.
+        rank: The length of the projected dimension after the projection.
         size: Length of the projected dimension.
         other: Length of the other one.
         is_transposed: Whether the projected dimension is that of the columns.
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    r"""Gradients in a basis of low rank: :math:`U^\top G`, for each matrix on one of its sides.
+    r"""Project gradients to a basis of low rank: :math:`U^\top G`, for each matrix on one of its sides.
 
     Vectors, and matrices with a side of at most ``rank``, are not projected.
 
@@ -63,14 +63,14 @@ class Projection:
         rank: Number of vectors of a basis, at least 1.
         period: Updates between two choices of a basis, at least 1.
         basis: ``"singular"``: the first singular vectors of the gradient at the last choice, each with the sign that brings it nearer to
-            the vector before it. ``"random"``: normal numbers of variance 1/rank, for which nothing is stored: they are drawn at each
+            the preceding vector. ``"random"``: normal numbers of variance 1/rank, which are not stored: they are drawn at each
             update from the optimizer's seed, the update of the last choice and the place in the model.
-        side: The dimension that becomes one of ``rank``. Of equal ones ``"smaller"`` is the columns, and ``"larger"`` the rows.
+        side: The dimension that is reduced to ``rank``. If both are equal, ``"smaller"`` is the columns, and ``"larger"`` the rows.
         view: How a parameter becomes matrices, such as :func:`everybit.heads`; None: those of two dimensions as they are, convolutions of
             four or five flattened. Others are not projected.
 
     Raises:
-        TypeError: ``view`` is none.
+        TypeError: ``view`` is not a view.
         ValueError: A count below 1; an unknown basis or side.
     """
 
@@ -108,7 +108,7 @@ class Projection:
         require_each(params, lambda p: self.parts(p.shape))
 
     def parts(self, shape: Sequence[int]) -> list[Part]:
-        """The batches of matrices of a parameter of this shape; none if it is not projected.
+        """Return the batches of matrices of a parameter of this shape; an empty list if it is not projected.
 
         Raises:
             ValueError: The view does not fit the shape.
@@ -154,7 +154,7 @@ class Projection:
         return found or p
 
     def first_bases(self, p: Tensor) -> dict[str, Tensor]:
-        """The first unit vectors; without elements for what has no stored basis."""
+        """Return the first unit vectors; empty tensors where no basis is stored."""
 
         def units(part: Part) -> Tensor:
             unit = torch.eye(part.size, part.rank, dtype=p.dtype, device=p.device)
@@ -167,9 +167,9 @@ class Projection:
         """The bases of an update, and those to store, both as trees of matrices by name.
 
         Args:
-            ctx: Of the update.
+            ctx: The update's context.
             updates: Gradients.
-            stored: From :meth:`first_bases` or the update before.
+            stored: The result of :meth:`first_bases` or of the update before.
         """
         if not self.draws:
             chosen = ctx.every(self.period, lambda: tree.map(self._singular_vectors, updates, stored), lambda: stored)
@@ -229,10 +229,10 @@ class Projection:
 
 
 def nothing(p: Tensor) -> dict[str, Tensor]:
-    """Factors without elements, of a parameter that has none."""
+    """Return factors without elements, for a parameter that is not projected."""
     return {"none": p.new_zeros(0)}
 
 
 def _along(new: Tensor, old: Tensor) -> Tensor:
-    """A basis with the signs that bring each vector nearer to the one before."""
+    """Return a basis with the signs that bring each vector nearer to the vector before it."""
     return new * torch.where(mean(new * old, -2) < 0, -1.0, 1.0).to(new.dtype).unsqueeze(-2)

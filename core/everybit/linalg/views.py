@@ -17,7 +17,7 @@ class MatrixView:
 
     Attributes:
         kind: Which of these.
-        sizes: Of the row blocks, or the number of heads.
+        sizes: The sizes of the row blocks, or the number of heads.
     """
 
     kind: Literal["matrix", "flattened", "heads", "row_blocks", "batched"]
@@ -108,7 +108,7 @@ def batched() -> MatrixView:
 
 
 def view_for(shape: Sequence[int]) -> MatrixView | None:
-    """The view of a parameter of this shape for which none is named: a matrix, or a flattened convolution of four or five dimensions."""
+    """Return the default view of a parameter of this shape: a matrix, or a flattened convolution of four or five dimensions."""
     return matrix() if len(shape) == 2 else flattened() if len(shape) in (4, 5) else None
 
 

@@ -1,6 +1,6 @@
 r"""Preconditioned stochastic gradient descent's fit of a Kronecker preconditioner, by triangular and diagonal factors.
 
-With :math:`P = Q^\top Q` and :math:`Q = Q_1 \otimes Q_2 \otimes \dots`, what is minimized is the mean of
+Let :math:`P = Q^\top Q` and :math:`Q = Q_1 \otimes Q_2 \otimes \dots`. Updates minimize the mean of
 :math:`g^\top P g + v^\top P^{-1} v` over gradients g and standard normal v. At its minimum P whitens,
 :math:`P\, \operatorname{E}[g g^\top] P = I`. A step multiplies each factor from the left by :math:`I` minus the upper triangle of the
 derivative's two terms over a bound of their norm, so that no inverse is kept and no scale of the gradient has to be known
@@ -31,8 +31,8 @@ def fitted(x: Tensor, probe: Tensor, factors: Sequence[Tensor], rate: Scalar) ->
     Args:
         x: Of shape (batch, sizes...).
         probe: Standard normal, of the same shape.
-        factors: For each size n of shape (batch, n, n), upper triangular, or (batch, n), a diagonal.
-        rate: Of the step, in [0, 1].
+        factors: For each size n a tensor of shape (batch, n, n), upper triangular, or (batch, n), a diagonal.
+        rate: The rate of the step, in [0, 1].
     """
     number = beside(rate, x)
     if any(map(_is_differentiated, (x, *factors))):
@@ -110,7 +110,7 @@ def _balanced(factors: list[Tensor]) -> list[Tensor]:
         return factors
     exponents = torch.stack([torch.frexp(q.detach().abs().amax())[1] for q in factors])
     wanted = (exponents.sum() // len(factors)) - exponents
-    # Together they change nothing.
+    # Their product is 1.
     moves = [-wanted[1:].sum(), *wanted[1:]]
     return [q * torch.ldexp(torch.ones_like(q.reshape(-1)[0]), move) for q, move in zip(factors, moves, strict=True)]
 

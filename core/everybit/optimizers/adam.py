@@ -33,7 +33,7 @@ def adam(
     """Adam (Kingma & Ba 2015, https://arxiv.org/abs/1412.6980), as ``torch.optim.Adam``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the first moment, in [0, 1).
         b2: Decay rate of the second moment, in [0, 1).
         eps: Added outside the root.
@@ -70,7 +70,7 @@ def adamw(
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101), as ``torch.optim.AdamW``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the first moment, in [0, 1).
         b2: Decay rate of the second moment, in [0, 1).
         eps: Added outside the root.
@@ -119,7 +119,7 @@ def adam_atan2(
     """Adam-atan2 (Everett et al. 2024, https://arxiv.org/abs/2407.05872), as ``adam_atan2_pytorch.AdamAtan2``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the mean, in [0, 1).
         b2: Decay rate of the square, in [0, 1).
         a: A factor of the angle; 1 in the paper.
@@ -145,7 +145,7 @@ def stable_adamw(
     """StableAdamW (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013), as torch-optimi's.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the mean, in [0, 1).
         b2: Decay rate of the square, in [0, 1).
         eps: Added outside the root.

@@ -34,7 +34,7 @@ def adabelief(
     """AdaBelief (Zhuang et al. 2020, https://arxiv.org/abs/2010.07468), without rectification, as optax's.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the mean, in [0, 1).
         b2: Decay rate of the square, in [0, 1).
         eps: Added outside the root.
@@ -64,7 +64,7 @@ def yogi(
     """Yogi (Zaheer et al. 2018, https://papers.nips.cc/paper/8186); optax's with ``initial_mean=1e-6``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the mean, in [0, 1).
         b2: One minus the share of the squared gradient by which the square moves, in [0, 1).
         eps: Added outside the root.
@@ -93,7 +93,7 @@ def laprop(
     """LaProp (Ziyin et al. 2020, https://arxiv.org/abs/2002.04839): gradients are divided by Adam's root first, and averaged then.
 
     Args:
-        learning_rate: At least zero. It is applied after the mean; the authors' code applies it before, which differs if it changes.
+        learning_rate: Non-negative. It is applied after the mean; the authors' code applies it before, which differs if it changes.
         b1: Decay rate of the mean of normalised gradients, in [0, 1).
         b2: Decay rate of the square, in [0, 1).
         eps: Added outside the root.
@@ -124,7 +124,7 @@ def adopt(
     """ADOPT (Taniguchi et al. 2024, https://arxiv.org/abs/2411.02853), as the authors' ``ADOPT`` with ``decouple=True``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the mean, in [0, 1).
         b2: Decay rate of the square, in [0, 1).
         eps: The least denominator.
@@ -160,7 +160,7 @@ def adan(
     """Adan (Xie et al. 2022, https://arxiv.org/abs/2208.06677), as the authors' and timm's.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the gradients' mean, in [0, 1).
         b2: Decay rate of the differences' mean, in [0, 1).
         b3: Decay rate of the square, in [0, 1).
@@ -196,7 +196,7 @@ def ademamix(
     """AdEMAMix (Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137), as bitsandbytes' ``AdEMAMix``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the fast mean, in [0, 1).
         b2: Decay rate of the square, in [0, 1).
         b3: Decay rate of the slow mean, in [0, 1).
@@ -234,7 +234,7 @@ def mars(
     The authors' code and timm take AdamW with arguments of its own for vectors; :func:`everybit.partition` does that.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the mean, in [0, 1).
         b2: Decay rate of the square, in [0, 1).
         eps: Added outside the root.

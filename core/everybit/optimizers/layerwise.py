@@ -1,4 +1,4 @@
-"""Optimizers whose rate follows norms of each parameter."""
+"""Optimizers with rates that follow norms of each parameter."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def lamb(
     """LAMB (You et al. 2020, https://arxiv.org/abs/1904.00962), as optax's; as timm's with other arguments.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the mean, in [0, 1).
         b2: Decay rate of the square, in [0, 1).
         eps: Added outside the root.
         weight_decay: Added to Adam's direction, before its norm is taken.
-        max_grad_norm: Limit of the norm of all gradients; None: none, as in the paper and optax. timm has 1.0.
-        max_ratio: Limit of the trust ratio: 1 for LAMBC, timm's ``trust_clip=True``. None: none.
+        max_grad_norm: Limit of the norm of all gradients; None: no limit, as in the paper and optax. timm has 1.0.
+        max_ratio: Limit of the trust ratio: 1 for LAMBC, timm's ``trust_clip=True``. None: no limit.
         always_adapt: False: without trust ratios if the weight decay is the number zero, as timm.
 
     Raises:
@@ -67,7 +67,7 @@ def lars(
     """LARS (You et al. 2017, https://arxiv.org/abs/1708.03888): the paper's ratio, with the learning rate outside of momentum, as timm.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         momentum: Decay of the momentum, in [0, 1].
         nesterov: Look ahead.
         weight_decay: L2 penalty, added to the gradient.
@@ -100,7 +100,7 @@ def novograd(
     """NovoGrad (Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286), as optax's: one number of each tensor for the second moment.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the sum of normalised gradients, in [0, 1).
         b2: Decay rate of the norms' square, in [0, 1).
         eps: Added outside the root.

@@ -1,4 +1,4 @@
-"""Optimizers whose second moments take less memory than their parameters, each a composition of transforms."""
+"""Optimizers with second moments that take less memory than their parameters, each a composition of transforms."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def adafactor(
     Args:
         learning_rate: Size of a step relative to the weights, at least zero. None: the paper's, :func:`everybit.relative_step_schedule`;
             Hugging Face's ``warmup_init`` is ``relative_step_schedule(slope=1e-6)``.
-        b1: Decay rate of a momentum, in [0, 1); None keeps none.
+        b1: Decay rate of a momentum, in [0, 1); None: no momentum.
         beta2_decay: The share of the newest squares in step t is ``t ** beta2_decay``; at most zero.
         b2_cap: The greatest decay rate of squares, in [0, 1]; timm has 0.999.
         eps1: Added to the squares before their means are taken.
@@ -66,11 +66,11 @@ def adafactor(
         weight_decay: Decay.
         decay_by: ``"step"``: a step shrinks weights by ``weight_decay`` times its size, learning rate times root mean square, as Hugging
             Face's; ``"learning_rate"``: times the learning rate alone; ``"alone"``: by ``weight_decay`` itself, as optax.
-        momentum_of: ``"steps"``: the momentum averages steps, as the paper's code, Hugging Face and optax; ``"directions"``: what comes
+        momentum_of: ``"steps"``: the momentum averages steps, as the paper's code, Hugging Face and optax; ``"directions"``: the directions
             before learning rate and weights are looked at, as timm.
         dimensions: ``"last"``: factor over the last two dimensions, ``"largest"``: the two largest, as optax and timm.
         min_size_to_factor: Factor a tensor only if both of these are at least so long; optax has 128, timm 16.
-        step_offset: Updates to leave out of t: those of an earlier run whose count goes on.
+        step_offset: Updates to leave out of t: those of an earlier run with a count that goes on.
 
     Raises:
         ValueError: A hyperparameter out of range, or another word.
@@ -133,7 +133,7 @@ def came(
     """CAME (Luo et al. 2023, https://arxiv.org/abs/2307.02047), as the authors' ``CAME``.
 
     Args:
-        learning_rate: At least zero; of the size of AdamW's.
+        learning_rate: Non-negative, of the size of AdamW's.
         b1: Decay rate of the mean of directions, in [0, 1).
         b2: Decay rate of the squares, in [0, 1).
         b3: Decay rate of the instability, in [0, 1).
@@ -181,7 +181,7 @@ def adam_mini(
             with labels ``"element"``, ``"head"``, ``"row"`` and ``"tensor"``. (``"tensor"`` alone is a tree for all parameters.)
 
     Raises:
-        ValueError: A hyperparameter out of range. From ``init``: a parameter that has no name or whose block is not known, rows that are
+        ValueError: A hyperparameter out of range. From ``init``: a parameter without name or without known block, rows that are
             no multiple of ``head_size``, a ``head_size`` without queries and keys.
 
     Examples:
@@ -216,8 +216,8 @@ def sm3(
     """SM3 (Anil et al. 2019, https://arxiv.org/abs/1901.11150), as the authors', optax's and pytorch_optimizer's.
 
     Args:
-        learning_rate: At least zero.
-        b1: Decay rate of a mean of directions, in [0, 1); None keeps none.
+        learning_rate: Non-negative.
+        b1: Decay rate of a mean of directions, in [0, 1); None: no mean.
         b2: Decay rate of the squares, in [0, 1); None: they are summed up, as in the paper.
         eps: Added inside the root; optax has 1e-8.
         keep_greatest: Let no kept square fall; see :class:`~everybit.transforms.sm3.ScaleBySm3`.

@@ -1,4 +1,4 @@
-"""Optimizers of matrices, with another optimizer for what is no matrix."""
+"""Optimizers of matrices, with another optimizer for other parameters."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ NOT_HIDDEN = (
 
 @dataclass(frozen=True, slots=True)
 class HiddenMatrices:
-    """Labels of parameters: ``"matrix"``, the pattern of one of ``views``, or ``"others"``; made by :func:`muon`.
+    """Label parameters ``"matrix"``, the pattern from ``views`` that fits, or ``"others"``; made by :func:`muon`.
 
     Attributes:
         views: Views of parameters by patterns of their names.
         others: A regular expression that is found in the names of others; None: there are no others.
-        view: Of parameters that no pattern is found in; None: matrices as they are, convolutions flattened. What it does not fit, by the
-            number of dimensions, is among the others.
+        view: The view of parameters that no pattern fits; None: matrices as they are, convolutions flattened. Parameters that it does not
+            fit, by their number of dimensions, are among the others.
         embeddings: Names of the embeddings of a model, by the types of its modules; None: the model is not known.
     """
 
@@ -137,7 +137,7 @@ def muon(
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum, made orthogonal; as ``torch.optim.Muon``.
 
     It is one optimizer for a whole model: hidden matrices go through Muon, all other parameters through ``others``, by their names and
-    shapes. A matrix without a name is refused. ``print(eb.routing(tx, dict(model.named_parameters())))`` shows what goes where. With
+    shapes. A matrix without a name is refused. ``print(eb.routing(tx, dict(model.named_parameters())))`` shows each parameter's way. With
     ``others=None`` all parameters are matrices, or are refused, as torch's.
 
     Args:
@@ -145,27 +145,28 @@ def muon(
         momentum: Decay rate, in [0, 1).
         nesterov: Look a step ahead.
         average: Momentum is a running mean, as torch's and Keller Jordan's. False: a decaying sum, as Moonlight's and Dion's.
-        before: What has the same length before the iteration: ``"rows"`` for MuonEq; see :class:`~everybit.transforms.equalize.Equalize`.
-        coefficients: Of the iteration; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`, as for the next five.
-        steps: Of the iteration.
+        before: The vectors of equal length before the iteration, such as ``"rows"`` for MuonEq; see
+            :class:`~everybit.transforms.equalize.Equalize`.
+        coefficients: The iteration's; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`, as for the next five.
+        steps: Steps in the iteration.
         arithmetic: Its dtype.
-        normalization: What a matrix is divided by first.
-        eps: The least norm, or what is added to it.
+        normalization: The norm that a matrix is divided by first.
+        eps: The least norm, or the number added to it.
         batching: Whether matrices of one shape go through batched products.
-        after: What has the same length after the iteration: ``"columns_then_rows"`` for Muon+.
+        after: The vectors of equal length after the iteration: ``"columns_then_rows"`` for Muon+.
         scale: Factor of the update, from rows and columns.
-        weight_decay: At least zero; of matrices.
+        weight_decay: Non-negative; for matrices.
         decay_kind: ``"decoupled"``: times the learning rate, which the scale does not change; ``"coupled"``: added to the gradient;
             ``"independent"``: times the learning rate's share of ``max_learning_rate``; ``"cautious"``: decoupled, where it points the
             way of the update.
-        max_learning_rate: Of independent decay.
+        max_learning_rate: The greatest learning rate, for independent decay.
         others_rate: The learning rate of ``others`` over that of matrices, at least zero. None: they have the same.
         view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
         views: Other views of parameters by regular expressions on their names, of which the first that is found decides. With ``others``
-            they are asked of parameters of two dimensions or more, so that biases need not be kept out of them.
-        others: What steps the other parameters, from a learning rate; None: there are none.
+            they apply to parameters of two dimensions or more, so that patterns need not leave out biases.
+        others: A function from a learning rate to the optimizer of the other parameters; None: there are no others.
         labels: Which these are: a function of (path, parameter) that returns ``"matrix"``, a pattern of ``views``, or ``"others"``. None:
-            :class:`HiddenMatrices`: those whose number of dimensions does not fit, and those whose names say that they are embeddings or
+            :class:`HiddenMatrices`: other parameters are those with an unfitting number of dimensions, or with the name of an embedding or
             a head. :func:`everybit_torch.create`, given a model, and ``FlatStepper`` also know its ``nn.Embedding`` modules.
 
     Raises:
@@ -206,13 +207,13 @@ def torch_muon(
     """Muon of matrices alone, with the arguments of ``torch.optim.Muon``; :func:`muon` is the same for a whole model.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         weight_decay: A step shrinks a parameter by ``learning_rate * weight_decay`` of itself.
         momentum: Decay rate, in [0, 1).
         nesterov: Look a step ahead.
         ns_coefficients: a, b, c of each step of the iteration.
         eps: The least norm that a matrix is divided by, above zero.
-        ns_steps: Of the iteration, from 1 to 99.
+        ns_steps: Steps in the iteration, from 1 to 99.
         adjust_lr_fn: Factor of the update, from rows and columns: ``"original"``, the default, or ``"match_rms_adamw"``.
         arithmetic: The dtype of the iteration; ``"bfloat16"`` is torch's.
 
@@ -271,33 +272,33 @@ def normuon(
     As the authors' code. The paper's algorithm has ``norm="exact", scale="match_rms_adamw"``.
 
     Args:
-        learning_rate: At least zero; of ``others``, too.
+        learning_rate: Non-negative; of ``others``, too.
         momentum: Decay rate, in [0, 1).
         b2: Decay rate of the mean squares, in [0, 1).
         nesterov: Look a step ahead.
         average: Momentum is a running mean. False: a decaying sum.
-        before: As :func:`muon`'s, and so is what follows but for the next three.
-        coefficients: Of the iteration.
-        steps: Of the iteration.
+        before: As for :func:`muon`, as are all further arguments except the next three.
+        coefficients: The iteration's.
+        steps: Steps in the iteration.
         arithmetic: Its dtype.
-        normalization: What a matrix is divided by first.
-        eps: The least norm, or what is added to it.
+        normalization: The norm that a matrix is divided by first.
+        eps: The least norm, or the number added to it.
         batching: Whether matrices of one shape go through batched products.
-        side: What has a mean square; see :class:`~everybit.transforms.normuon.ScaleByNorMuon`.
+        side: The vectors with a mean square each; see :class:`~everybit.transforms.normuon.ScaleByNorMuon`.
         norm: Whether a matrix gets its norm back, or that of an exactly orthogonal one.
         debias: Correct the bias of the mean squares.
         scale: Factor of the update, from rows and columns.
-        weight_decay: At least zero; of matrices.
+        weight_decay: Non-negative; for matrices.
         decay_kind: How weights decay.
-        max_learning_rate: Of independent decay.
+        max_learning_rate: The greatest learning rate, for independent decay.
         others_rate: The learning rate of ``others`` over that of matrices. None: they have the same.
         view: How every matrix is seen.
         views: Other views of parameters by regular expressions on their names.
-        others: What steps the other parameters; None: there are none.
+        others: The optimizer of the other parameters; None: there are no others.
         labels: Which these are.
 
     Raises:
-        ValueError: As :func:`muon`.
+        ValueError: An argument is out of range, as for :func:`muon`.
     """
     if before is not None:
         require_sides("before", before)
@@ -368,5 +369,5 @@ def routed(
             others(learning_rate) if others_rate is None else chain(others(learning_rate), scale(others_rate))
         )
     chosen = labels or HiddenMatrices(tuple(given.items()), NOT_HIDDEN if others is not None else None, view)
-    # Where all matrices have views of their own, there is none left for the first transform.
+    # Where all matrices have views of their own, the first transform has no parameters.
     return partition({**transforms, **rest}, chosen, optional=("matrix", *rest) if given else tuple(rest))

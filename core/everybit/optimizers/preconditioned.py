@@ -57,28 +57,28 @@ def soap(
 ) -> Chain | Partition:
     """SOAP (Vyas et al. 2024, https://arxiv.org/abs/2409.11321): Adam in the eigenbasis of Shampoo's preconditioner.
 
-    The first update finds the bases and moves nothing. Vectors and numbers go through Adam, which pauses at the first update too.
+    The first update finds the bases and has zero updates. Vectors and numbers go through Adam, which pauses at the first update too.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the mean gradient, in [0, 1).
         b2: Decay rate of its squares in the eigenbasis, in [0, 1).
         factor_decay: Decay rate of the products of gradients, in [0, 1); None: ``b2``.
         eps: Added to the root; see :class:`~everybit.transforms.soap.ScaleBySoap`, as for ``period`` to ``least_eigenvalue``.
-        weight_decay: At least zero; times the learning rate.
+        weight_decay: Non-negative; times the learning rate.
         decay_moved: Decay weights after they have moved, and not at the first update, as the authors do. False: before, as AdamW.
         period: Updates between two refreshes of the bases.
         debias: Correct the bias of both means.
         normalize: Scale each direction to a root mean square of 1.
         correction: ``"kl"``: that of KL-Shampoo.
-        least_eigenvalue: With it, of the matrices whose inverse is taken.
+        least_eigenvalue: With it, the least eigenvalue of matrices that are inverted.
         max_dimension: A longer dimension has no basis: one-sided for the output layer of a large vocabulary.
         merge: Join neighbouring dimensions up to this length, such as those of a convolution's kernel.
         sides: ``"smaller"``: a basis for the shorter side of each matrix alone.
         vectors: A basis for vectors too.
         view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its basis.
         views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
-        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: SOAP does.
+        others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: SOAP steps them.
         labels: Which these are, as for :func:`everybit.muon`.
 
     Raises:
@@ -127,32 +127,32 @@ def shampoo(
     """Shampoo (Gupta et al. 2018, https://arxiv.org/abs/1802.09568): gradients between inverse roots of their mean products.
 
     By default with the size of Adam's steps for each matrix, so that AdamW's learning rates may be kept, and with Adam for vectors. The
-    paper's is ``shampoo(lr, b1=None, b2=None, eps=1e-4, damping="start", period=1, graft="none", vectors=True)``.
+    paper's form is ``shampoo(lr, b1=None, b2=None, eps=1e-4, damping="start", period=1, graft="none", vectors=True)``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the mean gradient, in [0, 1); None: the gradient itself. For this to ``debias`` see
             :class:`~everybit.transforms.shampoo.ScaleByShampoo`.
         b2: Decay rate of the products of gradients, in [0, 1); None: their sum.
         eps: Added to their eigenvalues.
         damping: Before the root is taken (``"root"``), or at the start (``"start"``).
-        exponent: Of the inverse roots; None: 1/4 for both sides of a matrix, 1/2 for one.
+        exponent: The exponent of the inverse roots; None: 1/4 for both sides of a matrix, 1/2 for a single side.
         period: Updates between two refreshes of the roots.
-        graft: Whose size the steps have: ``"adam"``, ``"rmsprop"``, ``"adagrad"``, ``"sgd"``, ``"none"``.
+        graft: The optimizer that gives the steps' size: ``"adam"``, ``"rmsprop"``, ``"adagrad"``, ``"sgd"``, or ``"none"``.
         graft_decay: Decay rate of its squares, in [0, 1).
         graft_eps: Added to its roots.
         start: The update from which the matrices are used; None: the first refresh after the first update.
         debias: Correct the bias of means.
-        momentum: Of the steps, in [0, 1), summed as SGD's; None: none.
+        momentum: Decay rate of a momentum of the steps, in [0, 1), summed as SGD's; None: no momentum.
         nesterov: Whether it is Nesterov's.
-        weight_decay: At least zero; decoupled, as AdamW's.
+        weight_decay: Non-negative; decoupled, as AdamW's.
         max_dimension: A longer dimension has no matrix.
         merge: Join neighbouring dimensions up to this length.
         sides: ``"smaller"``: a matrix for the shorter side of each matrix alone.
         vectors: A matrix for vectors too.
         view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its matrix.
         views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
-        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: Shampoo does.
+        others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: Shampoo steps them.
         labels: Which these are, as for :func:`everybit.muon`.
 
     Raises:
@@ -197,7 +197,7 @@ def kron(
     Gradients are whitened by small triangular matrices, which are fitted step by step with a random probe: there is no decomposition.
 
     Args:
-        learning_rate: At least zero; about a third of AdamW's.
+        learning_rate: Non-negative; about a third of AdamW's.
         b1: Decay rate of the mean gradient, in [0, 1); for this to ``max_rms`` see :class:`~everybit.transforms.kron.ScaleByKron`.
         preconditioner_rate: Step size of the matrices, in [0, 1].
         period: Updates between two steps of the matrices.
@@ -205,14 +205,14 @@ def kron(
         of_momentum: Fit them to the mean gradient; False: to the gradient.
         normalize: Divide each gradient by its norm first.
         max_rms: The root mean square to which a direction is limited; None: it is not.
-        weight_decay: At least zero; decoupled, as AdamW's.
+        weight_decay: Non-negative; decoupled, as AdamW's.
         max_dimension: A longer dimension has a diagonal in the place of a matrix.
         merge: Join neighbouring dimensions up to this length.
         sides: ``"smaller"``: a matrix for the shorter side of each matrix, a diagonal for the longer.
         vectors: A matrix for vectors, which have a diagonal otherwise.
         view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its matrix.
         views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
-        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: Kron does.
+        others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: Kron steps them.
         labels: Which these are, as for :func:`everybit.muon`.
 
     Raises:
@@ -246,15 +246,15 @@ def dion(
     ``others``, by their names and shapes. With ``others=None`` all parameters are matrices, or are refused.
 
     Args:
-        learning_rate: At least zero.
-        decay: The share of what is used that stays in the momentum, in [0, 1].
+        learning_rate: Non-negative.
+        decay: The share of the used part that stays in the momentum, in [0, 1].
         rank_divisor: The rank is a matrix's lesser side over this, rounded up; at least 1. The authors' rank fraction of 1/4 is a 4.
         eps: Added to the norms of columns.
         scale: Factor of the update, from rows and columns; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`.
-        weight_decay: At least zero; decoupled, by the learning rate without the scale.
+        weight_decay: Non-negative; decoupled, by the learning rate without the scale.
         view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
         views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
-        others: What steps embeddings, the head and what is no matrix, from a learning rate; None: there are none.
+        others: A function from a learning rate to the optimizer of all but matrices; None: there are no others.
         labels: Which these are, as for :func:`everybit.muon`.
 
     Raises:
@@ -290,19 +290,19 @@ def galore(
     :func:`everybit.low_rank` has other transforms in the place of Adam.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         rank: Of the subspace of each matrix; for ``period``, ``basis`` and ``side``, too, see :class:`~everybit.Projection`.
         period: Updates between two choices of a subspace.
         scale: Factor of projected updates.
         b1: Decay rate of the mean gradient, in [0, 1).
         b2: Decay rate of its squares, in [0, 1).
         eps: Added to the root, before the bias is corrected.
-        weight_decay: At least zero; of weights that have moved, times the learning rate, as the authors do.
-        basis: ``"singular"``: of singular vectors; ``"random"``: of random ones.
+        weight_decay: Non-negative; of weights that have moved, times the learning rate, as the authors do.
+        basis: ``"singular"``: singular vectors; ``"random"``: random vectors.
         side: The dimension that is projected.
         view: How parameters become matrices; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
         views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
-        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: GaLore does.
+        others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: GaLore steps them.
         labels: Which these are, as for :func:`everybit.muon`.
 
     Raises:
@@ -342,22 +342,22 @@ def apollo(
     APOLLO-Mini is ``apollo(lr, rank=1, scale_type="tensor", scale=128)``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         rank: Of the projection of each matrix; for ``period``, ``basis`` and ``side``, too, see :class:`~everybit.Projection`.
         scale: Factor of the steps of projected matrices, of which the root is taken; for this to ``limit`` see
             :class:`~everybit.transforms.apollo.ScaleByApollo`.
         scale_type: Whether each channel has a factor of its own, or each matrix (``"tensor"``).
-        limit: By which factor the norm of a matrix's step may grow from one update to the next; None: by any.
+        limit: The greatest factor by which the norm of a matrix's step may grow from an update to the next; None: no limit.
         period: Updates between two choices of a projection.
         b1: Decay rate of the mean of projections, in [0, 1).
         b2: Decay rate of their squares, in [0, 1).
         eps: Added to the root, before the bias is corrected.
-        weight_decay: At least zero; of weights that have moved, times the learning rate, as the authors do.
+        weight_decay: Non-negative; of weights that have moved, times the learning rate, as the authors do.
         basis: ``"random"``: of random vectors, which are not stored; ``"singular"``: of singular vectors, as GaLore's.
         side: The dimension that is projected.
         view: How parameters become matrices; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
         views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
-        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: APOLLO does.
+        others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: APOLLO steps them.
         labels: Which these are, as for :func:`everybit.muon`.
 
     Raises:

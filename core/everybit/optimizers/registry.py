@@ -1,4 +1,4 @@
-"""Every optimizer of this package by its name: what it keeps, what it takes, and where it comes from.
+"""Every optimizer of this package by its name, with its slots, arguments and sources.
 
 A new one needs a line in the table below and its name in :data:`OptimizerName`; everything else is read from the function.
 """
@@ -48,9 +48,9 @@ class Argument:
     """A hyperparameter, as an optimizer's function has it.
 
     Attributes:
-        name: In the core; ``everybit_torch`` has torch's names.
+        name: Its name in the core; ``everybit_torch`` has torch's names.
         annotation: The types of values that are accepted.
-        default: Used if none is given.
+        default: The value if the argument is not given.
     """
 
     name: str
@@ -63,8 +63,8 @@ class NamedOptimizer:
     """An optimizer of this package; all but its title and its paper is read from its function.
 
     Attributes:
-        name: Of the function in ``everybit``.
-        function: From hyperparameters to a transform.
+        name: The name of the function in ``everybit``.
+        function: A function from hyperparameters to a transform.
         title: Its name in words.
         paper: Authors and year.
         link: Address of the paper.
@@ -87,7 +87,7 @@ class NamedOptimizer:
 
     @property
     def learning_rate(self) -> float | None:
-        """The learning rate that it has if none is given; None: it computes one at each step."""
+        """Return the default learning rate; None: it is computed at each step."""
         default = self.arguments["learning_rate"].default
         return None if default is None else float(default)
 
@@ -98,7 +98,7 @@ class NamedOptimizer:
 
     @property
     def reductions(self) -> Reductions:
-        """Over what it reduces: nothing, each parameter, or all parameters together."""
+        """Return the scope of its reductions: no reduction, each parameter, or all parameters together."""
         transform = self.function()
         if getattr(transform, "per_tensor", False):
             return "per tensor"
@@ -112,10 +112,10 @@ class NamedOptimizer:
         return any(a is not b for a, b in zip(tree.leaves(evaluated), tree.leaves(params), strict=True))
 
     def slots(self, **arguments: Any) -> tuple[str, ...]:
-        """Return the names of what it keeps for each parameter.
+        """Return the names of the slots of each parameter.
 
         Args:
-            arguments: Hyperparameters; some choose what is kept, such as ``momentum`` of :func:`everybit.sgd`.
+            arguments: Hyperparameters; some choose the slots, such as ``momentum`` of :func:`everybit.sgd`.
         """
         found: list[str] = []
 
@@ -233,7 +233,7 @@ def optimizer_named(name: str, *, field: str = "name") -> NamedOptimizer:
         field: What messages call it.
 
     Raises:
-        ValueError: There is none; the message suggests the nearest name and lists all.
+        ValueError: The name is unknown; the message suggests the nearest name and lists all.
     """
     for known, one in _BY_NAME.items():
         if known == name:

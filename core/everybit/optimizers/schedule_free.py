@@ -25,7 +25,7 @@ def schedule_free_sgd(
     The weights for evaluation are those of ``eval_params``; there is no mode to switch.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: How near to the average gradients are taken, in (0, 1]; ``momentum`` of ``schedulefree``.
         warmup_steps: Number of updates over which the learning rate grows linearly.
         r: Shares in the average grow with this power of the number of the update.
@@ -57,7 +57,7 @@ def schedule_free_adamw(
     The weights for evaluation are those of ``eval_params``; there is no mode to switch. It has two slots, as AdamW.
 
     Args:
-        learning_rate: At least zero; one to ten times AdamW's.
+        learning_rate: Non-negative, and one to ten times AdamW's.
         b1: How near to the average gradients are taken, in (0, 1]; there is no mean of gradients.
         b2: Decay rate of the square, in [0, 1).
         eps: Added outside the root.
@@ -92,7 +92,7 @@ def schedule_free_radam(
     :func:`everybit.schedule_free_adamw` with RAdam's rectification in the place of a warm-up.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: How near to the average gradients are taken, in (0, 1]; there is no mean of gradients.
         b2: Decay rate of the square, in [0, 1).
         eps: Added outside the root.

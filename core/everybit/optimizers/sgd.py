@@ -29,7 +29,7 @@ def sgd(
     """Gradient descent with optional momentum, as ``torch.optim.SGD``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         momentum: Decay of the momentum, in [0, 1]; None keeps no momentum (and no state).
         dampening: See :class:`~everybit.transforms.trace.Trace`.
         nesterov: Look ahead; needs momentum, and zero dampening.
@@ -67,10 +67,10 @@ def rmsprop(
     """RMSprop (Hinton 2012; centred: Graves 2013, https://arxiv.org/abs/1308.0850), as ``torch.optim.RMSprop``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         decay: Decay rate of the running square, in [0, 1); torch's ``alpha``.
         eps: Added outside the root.
-        momentum: Decay of a momentum of the preconditioned gradients; None keeps none.
+        momentum: Decay of a momentum of the preconditioned gradients; None: no momentum.
         centered: Divide by the root of the variance instead of the square.
         eps_inside_root: Add ``eps`` inside the root, as optax does.
         weight_decay: L2 penalty, added to the gradient.
@@ -89,5 +89,5 @@ def rmsprop(
 
 
 def ascent(maximize: bool) -> tuple[Transform[Any], ...]:
-    """The transforms that turn a descent into an ascent; none where ``maximize`` is False."""
+    """Return the transforms that turn a descent into an ascent; empty if ``maximize`` is False."""
     return (scale(-1.0),) if maximize else ()

@@ -25,7 +25,7 @@ def lion(
     """Lion with decoupled weight decay (Chen et al. 2023, https://arxiv.org/abs/2302.06675).
 
     Args:
-        learning_rate: At least zero; about a tenth to a third of AdamW's.
+        learning_rate: Non-negative; about a tenth to a third of AdamW's.
         b1: Weight of the momentum in the direction, in [0, 1).
         b2: Decay rate of the momentum, in [0, 1).
         weight_decay: Decay; about three to ten times AdamW's.
@@ -51,7 +51,7 @@ def signum(
     """Signum (Bernstein et al. 2018, https://arxiv.org/abs/1802.04434): the sign of the gradients' running mean.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         momentum: Decay rate of the mean, in [0, 1).
         weight_decay: Decoupled decay.
 
@@ -75,7 +75,7 @@ def tiger(
     """Tiger (Su 2023, https://github.com/bojone/tiger), a Lion of one decay rate: Signum by other defaults.
 
     Args:
-        learning_rate: At least zero. The author's scales by parameter's root mean square are not part of it.
+        learning_rate: Non-negative. The author's scales by parameter's root mean square are not part of it.
         b1: Decay rate of the mean, in [0, 1).
         weight_decay: Decoupled decay.
 

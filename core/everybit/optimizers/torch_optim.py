@@ -36,7 +36,7 @@ def nadam(
     """Adam with Nesterov momentum (Dozat 2016, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ), as ``torch.optim.NAdam``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the first moment, in [0, 1).
         b2: Decay rate of the second moment, in [0, 1).
         eps: Added outside the root.
@@ -69,7 +69,7 @@ def radam(
     """Rectified Adam (Liu et al. 2020, https://arxiv.org/abs/1908.03265), as ``torch.optim.RAdam``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the first moment, in [0, 1).
         b2: Decay rate of the second moment, in [0, 1).
         eps: Added outside the root.
@@ -100,10 +100,10 @@ def adagrad(
     """Adagrad (Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html), as ``torch.optim.Adagrad``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         lr_decay: The learning rate of step t is ``learning_rate / (1 + (t - 1) * lr_decay)``.
         weight_decay: L2 penalty, added to the gradient.
-        initial_accumulator_value: What the sum of squares begins at, at least zero.
+        initial_accumulator_value: The start of the sum of squares, non-negative.
         eps: Added outside the root.
         eps_inside_root: Add ``eps`` inside the root, as optax does.
         maximize: Ascend instead.
@@ -127,7 +127,7 @@ def adamax(
     """Adam with the maximum norm (Kingma & Ba 2015, https://arxiv.org/abs/1412.6980, Algorithm 2), as ``torch.optim.Adamax``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         b1: Decay rate of the first moment, in [0, 1).
         b2: Decay rate of the maximum, in [0, 1).
         eps: Added to the magnitudes of the gradients.
@@ -151,7 +151,7 @@ def adadelta(
     """Adadelta (Zeiler 2012, https://arxiv.org/abs/1212.5701), as ``torch.optim.Adadelta``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         rho: Decay rate of the running squares, in [0, 1].
         eps: Added inside the roots.
         weight_decay: L2 penalty, added to the gradient.
@@ -227,7 +227,7 @@ def asgd(
     """Averaged stochastic gradient descent (Polyak & Juditsky 1992, https://doi.org/10.1137/0330046), as ``torch.optim.ASGD``.
 
     Args:
-        learning_rate: At least zero.
+        learning_rate: Non-negative.
         lambd: Weight decay, and how fast the learning rate falls; see :class:`~everybit.transforms.asgd.AveragedDescent`.
         alpha: The power by which the learning rate falls.
         t0: The number of steps before averaging begins.

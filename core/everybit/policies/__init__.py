@@ -18,7 +18,7 @@ Presets by name. Bytes are per parameter, for an optimizer with Adam's two slots
 | ``FLOOR_8BIT``   |  6.03 | as ``FLOOR_BF16``, moments in 8 bits likewise |
 | ``LEAN_4BIT``    |  6.55 | as ``LEAN_8BIT``, second moment in 4 bits with a scale for 128 elements |
 
-``KAHAN_BF16`` is for those who want to continue or compare with optimizers that compensate bfloat16 weights by a bfloat16 residual
+``KAHAN_BF16`` continues runs of optimizers that compensate bfloat16 weights by a bfloat16 residual, or is compared with them
 (torchdistX's AnyPrecisionAdamW, optimi), and for code that reads the residual as a number. Choose ``LEAN_BF16`` otherwise: it takes the
 same bytes, and its weights are exact float32 numbers. A residual that is rounded to nearest is off by up to 2**-17 of the weight at every
 step, always to the same side while a weight moves slowly: over 20,000 steps of decay without gradients ``KAHAN_BF16`` decays weights by

@@ -2,8 +2,8 @@
 
 Rounded to nearest, a number ``m`` that a step moves by ``(1 - rate) * (g - m)`` stops where that is less than half a unit in its last
 place: off by up to ``resolution / (1 - rate)``, relative to itself. A bfloat16 mean with a rate of 0.999 never falls again after gradients
-did. With ``1 - rate`` at least ``MARGIN`` times the resolution it comes within a seventh of where it belongs. One rule for every slot and
-every format, and however a rate is given: one that the host does not know is judged as the slowest that it may become.
+did. With ``1 - rate`` at least ``MARGIN`` times the resolution it comes within a seventh of its value. The rule holds for every slot and
+every format, and however a rate is given: a rate that the host does not know is judged as the slowest that it may become.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from everybit.protocol import SlotDecay
 MARGIN = 8.0
 """How many times the resolution of its format a step of a slot has to be able to change."""
 
-# What is suggested, from few bytes to many.
+# The suggested formats, from few bytes to many.
 _CANDIDATES: tuple[tuple[str, StateFormat], ...] = (
     ("Stochastic('bfloat16')", Stochastic("bfloat16")),
     ("Split(8, rounding='stochastic')", Split(8, rounding="stochastic")),
@@ -33,7 +33,7 @@ _CANDIDATES: tuple[tuple[str, StateFormat], ...] = (
 
 
 def problems(policy: Policy, declared: Iterable[SlotDecay]) -> list[str]:
-    """List what in ``policy`` cannot work for an optimizer whose slots decay as declared, and what would; empty if all is well.
+    """List the entries of ``policy`` that cannot work for slots that decay as declared, and formats that would; empty if all can work.
 
     Rates that are tensors or schedules are judged as if they were 1: the value of a tensor is on the device, and that of a schedule lies
     in the future.
@@ -55,7 +55,7 @@ def _problem(policy: Policy, one: SlotDecay) -> str | None:
     format = policy.resolved_slot(one.slot, "non-negative" if one.squares else "signed")
     loses = one.squares and format.loses_small_numbers
     if not loses and _follows(format, policy, one):
-        # Nothing is written out before something is wrong: a compiler that traces this may not know how a dataclass is written out.
+        # Format a dataclass only for an error: a compiler that traces this may not know how.
         return None
     who = f"{policy.field_of(one.slot)}: got {format}"
     if loses:

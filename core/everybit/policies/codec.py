@@ -90,7 +90,7 @@ class Codec:
         ]
 
     def _kept(self, x: Tensor) -> Tensor:
-        """What is stored of a value: zeros in gaps, where a step may have computed anything, and which scales of blocks must not see."""
+        """Return the value to store: zeros in gaps, where a step may have computed anything, and which scales of blocks must not see."""
         return self.first.filled(x) if isinstance(self.first, Blocks) else x
 
     def decode_state(self, inner: S) -> S:
@@ -119,10 +119,11 @@ class Codec:
         return self._map_slots(decode, inner, keys=lambda _name: [None] * len(self.formats))
 
     def encode_state(self, inner: S) -> S:
-        """Encode the slots of a transform's state; what is no slot stays as it is.
+        """Encode the slots of a transform's state; other entries stay as they are.
 
         Raises:
-            ValueError: A slot whose values do not have the parameters' shapes, or the compute dtype; the message names the path.
+            ValueError: A slot with other shapes than the parameters', or in another dtype than the compute dtype; the message names the
+                path.
         """
 
         def encode(leaf: Tensor, name: str, one: Resolved, key: Key, value: Any, where: Callable[[], str]) -> Any:
@@ -189,7 +190,7 @@ class Codec:
 
 
 def _factors(value: dict[Any, Any], format: Format, where: Callable[[], str]) -> dict[str, Tensor]:
-    """Refuse factors that have no names, are no tensors, or whose format does not keep their shape."""
+    """Refuse factors without names, factors that are not tensors, or a format that does not keep their shape."""
     for factor, x in value.items():
         if not isinstance(factor, str) or not factor.isidentifier():
             raise ValueError(f"{where()}: got a factor called {factor!r}; accepted are identifiers, such as 'rows'.")
@@ -207,7 +208,7 @@ def _of_factor(key: Key, name: str, one: Resolved) -> Key:
     """Name the random bits of a factor, which has more elements than its parameter at times, in a stream of its own.
 
     The indices of the next parameter's factor lie 2**24 times as far as that parameter, and a factor of a matrix has at most the square of
-    one of its sides.
+    one of the parameter's sides.
     """
     first = first_of_whole(key.first) << 24
     return replace(key, stream=stream(f"{name}:{one.model}"), first=first, lane=None)
@@ -256,7 +257,7 @@ def _as_stored(grad: Tensor) -> Tensor:
 
 
 def _encoded(format: Format, x: Tensor, key: Key, where: Callable[[], str]) -> Parts:
-    """The parts that a format made; of one of the user's own, after a look at whether they are what it says of them."""
+    """Return the parts that a format made; those of a user's format are compared with its description."""
     parts = format.encode(x, key)
     if type(format) in BUILT_IN:
         return parts

@@ -1,7 +1,7 @@
 """Policies: where each bit is spent.
 
 A policy is plain, frozen, typed data. It says in which format the parameters and every slot of the optimizer's state are stored, and
-in which dtypes gradients are kept and sent. What a policy leaves open (``None``) is filled in by one function, :func:`resolve`.
+in which dtypes gradients are kept and sent. Fields that a policy leaves open (``None``) are filled in by one function, :func:`resolve`.
 """
 
 from __future__ import annotations
@@ -142,14 +142,14 @@ class Policy:
         return by_kind.get(name, self.state)
 
     def resolved_slot(self, name: str, kind: SlotKind = "signed") -> Format:
-        """The format of the slot called ``name``, whose numbers are of this kind, every dtype named."""
+        """Return the format of the slot called ``name``, for numbers of this kind, with every dtype named."""
         return self.slot(name).for_slot(kind, self.compute)
 
     @property
     def block(self) -> int:
-        """The least number of elements of which every format that is named here stores whole numbers; 1 unless one has blocks.
+        """Return the least number of elements that is a multiple of the block of every format that is named here; 1 without blocks.
 
-        What is kept of a parameter may be cut at multiples of it, counted from the parameter's first element.
+        The stored tensors of a parameter may be cut at multiples of it, counted from the parameter's first element.
         """
         return math.lcm(*self.blocks)
 
@@ -168,7 +168,7 @@ class Policy:
 
     @property
     def model_dtype(self) -> FloatDType:
-        """Dtype of the model's own tensors that this policy is meant for: the one it names, or bfloat16."""
+        """Return the dtype of the model's tensors that this policy is meant for: the dtype it names, or bfloat16."""
         refusal: ValueError | None = None
         for model in ("bfloat16", *FLOAT_DTYPES):
             try:
@@ -213,7 +213,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A policy for tensors of one dtype, with nothing left open.
+    """A policy for tensors of one dtype, with every field filled in.
 
     Attributes:
         policy: It.
@@ -221,8 +221,8 @@ class Resolved:
         params: Format of the parameters.
         grads_main: dtype in which gradients are accumulated.
         grads_comm: dtype in which they are sent.
-        reduce: How what was sent is summed.
-        squares: Names of the slots whose numbers are never negative.
+        reduce: The way in which sent gradients are summed.
+        squares: The names of slots with numbers that are never negative.
         wide: The dtype in which updates are computed.
     """
 
@@ -242,7 +242,7 @@ class Resolved:
 
     @property
     def block(self) -> int:
-        """The least number of elements at whose multiples everything that is stored may be cut; see :attr:`Policy.block`."""
+        """Return the least number of elements at multiples of which all stored tensors may be cut; see :attr:`Policy.block`."""
         return once(self, "block of all slots", lambda: self.policy.block)
 
     def slot(self, name: str) -> Format:
@@ -255,9 +255,9 @@ def resolve(policy: Policy, model: FloatDType, squares: frozenset[str] = frozens
     """Fill in what ``policy`` leaves open, for parameters stored as ``model``. The only place where None means something.
 
     Args:
-        policy: What is to be filled in.
+        policy: The policy to fill in.
         model: dtype of the model's tensors.
-        squares: Names of the slots whose numbers are never negative.
+        squares: The names of slots with numbers that are never negative.
 
     Raises:
         ValueError: The policy cannot be applied to parameters of this dtype; the message says why and what is accepted.
@@ -311,7 +311,7 @@ class ByLabel:
         """Return the policy for a label.
 
         Raises:
-            ValueError: There is none; the message names the labels that have one.
+            ValueError: A label without policy; the message names the labels with a policy.
         """
         found = self.policies.get(label) if isinstance(label, str) else None
         if found is None:
@@ -324,7 +324,7 @@ def by_label(labels: Callable[[str, torch.Tensor], str] | object, policies: Mapp
     """A policy per parameter: norm weights in float32, say, and matrices in bfloat16.
 
     Args:
-        labels: A function of (path, parameter), or a tree of labels whose structure is a prefix of the parameters'. It sees whole
+        labels: A function of (path, parameter), or a tree of labels with a structure that is a prefix of the parameters'. It sees whole
             parameters, never a shard's slice of one, so that the choice does not depend on how a model is sharded.
         policies: Policy for each label.
 
@@ -388,18 +388,18 @@ def draws_bits(policy: AnyPolicy) -> bool:
 
 
 def block_of(policy: AnyPolicy) -> int:
-    """The least number of elements at whose multiples, counted from a parameter's first, everything that is stored may be cut."""
+    """Return the least number of elements at multiples of which, from a parameter's first, all stored tensors may be cut."""
     return math.lcm(*(one.block for one in policies_of(policy)))
 
 
 def for_dtype(policy: AnyPolicy, model: FloatDType, *, mixed: bool) -> AnyPolicy:
     """The policy for parameters of one dtype, among those of a model.
 
-    Float32 parameters beside 16-bit ones are a model's norms, or adapters: under a policy for 16-bit weights they stay in float32, whole,
-    and their state is stored as that of the others. In all other cases a :class:`Policy` is returned as it is.
+    Float32 parameters beside 16-bit ones are a model's norms, or adapters. A policy for 16-bit weights keeps them in float32, whole,
+    and stores their state as that of the others. In all other cases a :class:`Policy` is returned as it is.
 
     Args:
-        policy: For the whole model.
+        policy: The policy of the whole model.
         model: dtype of the parameters.
         mixed: Whether the model has 16-bit parameters.
     """
@@ -424,7 +424,7 @@ def _kept(policy: Policy, model: FloatDType) -> Policy:
 
 
 def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = frozenset()) -> list[Resolved]:
-    """The resolved policy of each leaf of ``params``, in order. In a tree that has 16-bit leaves, float32 ones stay so: :func:`for_dtype`.
+    """Return the resolved policy of each leaf of ``params``, in order. Beside 16-bit leaves, float32 leaves stay so: :func:`for_dtype`.
 
     Raises:
         TypeError: A leaf that is not a floating-point tensor.
@@ -492,7 +492,7 @@ def _require_format(name: str, value: object, method: Literal["for_params", "for
 
 
 def _require_parts(name: str, format: object, parts: object) -> None:
-    """Refuse what a format says of its parts, if it is not parts with names of their own."""
+    """Refuse parts of a format that are not :class:`PartSpec` with distinct names."""
     fits = isinstance(parts, tuple) and len(parts) > 0 and all(isinstance(part, PartSpec) for part in parts)
     if not fits or len({part.name for part in parts}) < len(parts):  # type: ignore[attr-defined, arg-type]
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The presets: policies by name, whose bytes and uses :mod:`everybit.policies` lists."""
+"""The presets: policies by name; :mod:`everybit.policies` lists their bytes and uses."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def native(model: FloatDType) -> Policy:
     """The policy that stores everything as the model is stored, where that is safe.
 
     Raises:
-        ValueError: For 16-bit models, where it is not: which bits to spend is the user's choice.
+        ValueError: The model is 16-bit, where the user has to choose which bits to spend.
     """
     if model == "float64":
         return FP64

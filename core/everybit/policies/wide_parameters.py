@@ -1,4 +1,4 @@
-"""A rule by which some parameters keep wider state than the others: small ones, vectors, and those with given names."""
+"""A rule for parameters with wider state than the others: small parameters, vectors, and those with given names."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ def keep_wide(
     parameters are stored in the same formats.
 
     Args:
-        policy: For matrices and other parameters with two dimensions or more, ``smallest`` elements or more, and other names.
-        wide: For all others: vectors have little memory, and the gradients of embeddings come seldom and with very different sizes.
+        policy: The policy of matrices and other parameters with two dimensions or more, ``smallest`` elements or more, and other names.
+        wide: The policy of all others. Vectors take little memory, and the gradients of embeddings come seldom and with very different
+            sizes.
         smallest: Number of elements, at least 0.
-        names: Regular expressions; a parameter in whose dotted name one is found is stored under ``wide``. So are, unless there are none,
-            the tables of ``nn.Embedding`` where the model is known.
+        names: Regular expressions. A parameter with a match in its dotted name is stored under ``wide``, as are, unless ``names`` is
+            empty, the tables of ``nn.Embedding`` where the model is known.
 
     Raises:
-        TypeError: A policy that is none.
+        TypeError: ``policy`` or ``wide`` is not a policy.
         ValueError: An unknown name of a policy, a negative ``smallest``, or a pattern that is no regular expression; from the labels, a
             parameter without a name.
 

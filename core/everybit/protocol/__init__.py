@@ -1,4 +1,4 @@
-"""What a transform is: its two functions, the context of a step, the requests it may make, and its promises."""
+"""The definition of a transform: its two functions, the context of a step, the requests it may make, and its promises."""
 
 from everybit.protocol.context import ALONE, Context
 from everybit.protocol.contracts import Unwritten, enter, require_cut, require_state, separated

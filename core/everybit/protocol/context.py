@@ -34,14 +34,14 @@ class Context:
             so that a shard draws the same bits as the whole model. Of a buffer with gaps between parameters its :class:`Blocks`.
         seed: Of random draws. An optimizer fills in its own.
         due: For each period (of :meth:`every`) that the host has decided on, whether its work is due at this step; see
-            :meth:`everybit.Optimizer.due`. What it does not name is decided on the device.
+            :meth:`everybit.Optimizer.due`. Other periods are decided on the device.
         updates: Number of this update as periodic work and random bits count it: ``step``, unless a combinator inside decides on the
             device which steps count.
         numbering: The indices of each leaf's elements, for random draws. Filled in by the optimizer, of a transform that says that it
             draws; None: through all leaves, in order.
         path: Position of the transform in the chains around it, by which equal transforms draw different bits.
         pending: Whether this tree is one segment of a larger step. Requests are then handed to the driver as :class:`everybit.Pending`
-            instead of being answered here.
+            instead of being met here.
     """
 
     value: Tensor | None = None
@@ -60,13 +60,13 @@ class Context:
         return _PER_TENSOR
 
     def request(self, request: Request[A], resume: Callable[[A], T]) -> T:
-        """Return ``resume(answer)``, with the answer to a request over all elements that share the step.
+        """Return ``resume(total)``, with the total of a request over all elements that share the step.
 
         A driver that steps pieces or shards gets :class:`everybit.Pending` in the place of the result.
 
         Args:
-            request: :class:`everybit.Sum`, :class:`everybit.Max`, :class:`everybit.SumOfSquares`, or what a method of
-                :attr:`per_tensor` returns.
+            request: :class:`everybit.Sum`, :class:`everybit.Max`, :class:`everybit.SumOfSquares`, or a result of a method of
+                :attr:`per_tensor`.
             resume: The rest of the update. All processes make the same requests, in the same order.
 
         Examples:
@@ -107,7 +107,7 @@ class Context:
         """Return keys that name the random bits of each leaf of a tree: ``key.bits(leaf)`` and ``key.bits16(leaf)`` draw them.
 
         The bits of an element depend on the optimizer's seed, the number of the update, ``name``, the transform's position in its chain and
-        the element's index in the model, and on nothing else: not on layout, sharding or resumption. They are independent of those by which
+        the element's index in the model only: not on layout, sharding or resumption. They are independent of those by which
         formats round. The same name gives the same bits again.
 
         Args:
@@ -119,7 +119,7 @@ class Context:
 
         Raises:
             TypeError: The transform does not say that it draws (``draws = True``).
-            ValueError: Nobody counts steps, or the tree is not that of the parameters.
+            ValueError: Steps are not counted, or the tree is not that of the parameters.
         """
         updates = require_step(self.step if self.updates is None else self.updates, "ctx.keys")
         leaves = tree.leaves(like)
@@ -140,7 +140,7 @@ class Context:
     def every(self, period: int, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
         """Return ``work()`` at the first update and every ``period`` updates after it, and ``otherwise()`` at the others.
 
-        Where the host has decided (:attr:`due`) one of the two is called. Elsewhere both are, and the device chooses, with the same bits
+        If the host has decided (:attr:`due`), only one branch is called. Otherwise both are, and the device chooses, with the same bits
         and without a wait: inside of ``accumulate`` and ``apply_if_finite``, whose counts are on the device, and in code that is compiled
         without a decision.
 
@@ -150,7 +150,7 @@ class Context:
             otherwise: Returns a tree of the same structure, shapes and dtypes.
 
         Raises:
-            ValueError: A period below 1, or nobody counts steps.
+            ValueError: A period below 1, or steps that are not counted.
         """
         require_count("period", period, "a whole number of updates")
         for known, due in self.due:

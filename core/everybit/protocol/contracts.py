@@ -1,6 +1,6 @@
 """The contract of a transform, checked where the transform is used, so that a mistake is named where it is made.
 
-:mod:`everybit.testing` checks all promises. This module checks those whose violation would otherwise raise nothing and train wrongly.
+:mod:`everybit.testing` checks all promises. This module checks those that would otherwise be broken without an error and train wrongly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _require_pair(transform: Transform[S], returned: Any, state: S) -> None:
 
 
 def require_state(transform: Transform[Any], state: object, params: object) -> None:
-    """Refuse a state in which a policy would not find what it is to store.
+    """Refuse a state without the slots that a policy has to store.
 
     Raises:
         TypeError: Something that is neither a tensor nor registered with ``@eb.state``, or tensors outside of slots that have elements. The
@@ -117,7 +117,7 @@ def require_state(transform: Transform[Any], state: object, params: object) -> N
 
 
 def require_cut(transform: Transform[Any], state: object, params: object) -> None:
-    """Refuse factors, which have other shapes than their parameter, in the state of a transform whose parameters may be cut.
+    """Refuse factors, which do not have their parameter's shape, in the state of a transform with parameters that may be cut.
 
     Raises:
         ValueError: The message names the slot.
@@ -136,9 +136,9 @@ def require_cut(transform: Transform[Any], state: object, params: object) -> Non
 
 
 def separated(state: S, params: object) -> S:
-    """``state`` with memory of its own for every tensor: none shares it with another, with a parameter or with itself.
+    """Return ``state`` with memory of its own for every tensor, shared with no other entry and no parameter.
 
-    A transform may give one tree of zeros to two slots, which nobody notices as long as nothing is written in place; adapters do write in
+    A transform may give one tree of zeros to two slots, which is harmless until a slot is written in place; adapters do write in
     place.
     """
     if torch.compiler.is_compiling():
@@ -158,9 +158,9 @@ def separated(state: S, params: object) -> S:
 
 
 class Unwritten:
-    """Notices tensors that are written to: ``require(...)`` raises for those whose version changed since.
+    """Detects writes to tensors: ``require(...)`` raises for tensors with a changed version.
 
-    Compilers and ``torch.func`` trace writes to a copy; there is nothing to notice then.
+    Compilers and ``torch.func`` trace writes to a copy, and are not checked.
     """
 
     def __init__(self, **inputs: object) -> None:
@@ -168,7 +168,7 @@ class Unwritten:
         self._versions: Sequence[int] | None = None if torch.compiler.is_compiling() else _versions(inputs)
 
     def require(self, transform: Transform[Any]) -> None:
-        """Refuse a transform that wrote to one of the inputs.
+        """Refuse a transform that wrote to an input.
 
         Raises:
             TypeError: The message names the tensor.

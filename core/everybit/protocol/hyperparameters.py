@@ -72,7 +72,7 @@ def _is_number(value: object) -> bool:
 
 
 def accepting(cls: Any) -> frozenset[str]:
-    """The fields of a dataclass that accept a tensor. Who compiles code that asks for them takes the answer as a constant."""
+    """Return the fields of a dataclass that accept a tensor. Compiled code takes the result as a constant."""
     return _annotated_with_tensors(cls)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def fields_of(value: Any) -> tuple[Field[Any], ...]:
-    """The fields of a dataclass or of an instance of one; none of a transform that is written as another class."""
+    """Return the fields of a dataclass or of its instance; an empty tuple for a transform of another class."""
     return fields(value) if is_dataclass(value) else ()
 
 
@@ -18,7 +18,7 @@ def is_transform(value: object) -> bool:
 
 
 def transforms_in(value: Any) -> Iterator[Any]:
-    """A transform and all inside it, in order, in fields, tuples, lists and mappings. Of one that is no dataclass no parts are known."""
+    """Yield a transform and all inside it, in order, in fields, tuples, lists and mappings. Only dataclasses have known fields."""
     if isinstance(value, (tuple, list)):
         if not hasattr(value, "_fields"):
             for part in value:
@@ -33,7 +33,7 @@ def transforms_in(value: Any) -> Iterator[Any]:
 
 
 def holds_transforms(value: Any) -> bool:
-    """Whether a value is a transform, or a container of transforms. Trees of labels and masks are none."""
+    """Whether a value is a transform, or a container of transforms. Trees of labels and masks are not."""
     if isinstance(value, (tuple, list)):
         return not hasattr(value, "_fields") and any(holds_transforms(part) for part in value)
     if isinstance(value, Mapping):

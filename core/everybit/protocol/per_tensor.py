@@ -30,7 +30,7 @@ class Numbers(Request[A]):
     Attributes:
         trees: Trees of the parameters' structure and shapes, which are reduced together.
         squares: Whether squares are summed.
-        finish: From the numbers of elements and the sums of each tree, as numbers, to the answer.
+        finish: A function from the numbers of elements and the sums of each tree, as numbers, to the result.
     """
 
     each: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class Numbers(Request[A]):
     finish: Callable[..., A]
 
     def here(self) -> A:
-        """Return the answer for leaves that are whole parameters."""
+        """Return the result for leaves that are whole parameters."""
         sums = (tree.map(lambda x: self._sum(x).reshape(1), values) for values in self.trees)
         return self.finish(tree.map(_size, self.trees[0]), *sums)
 
@@ -50,7 +50,7 @@ class Numbers(Request[A]):
         return torch.stack([torch.stack(row) if row else torch.empty(0, dtype=torch.float64) for row in rows])
 
     def answer(self, total: Tensor) -> A:
-        """Return the answer, given the total over the slices of each parameter."""
+        """Return the result, given the total over the slices of each parameter."""
         *sums, sizes = (
             tree.replace(self.trees[0], [number.reshape(1) for number in row.unbind()]) for row in total.unbind()
         )
@@ -99,7 +99,7 @@ class PerTensor:
         """Give each element its parameter's number, in the dtype of ``like``.
 
         Args:
-            numbers: One number for each parameter, as requests answer and as computed from those.
+            numbers: A number for each parameter, from a request or computed from such numbers.
             like: A tree of the parameters' structure and shapes.
 
         Returns:

@@ -5,7 +5,7 @@ A transform that needs the norm of all gradients, or the norm of each parameter,
     return ctx.request(eb.SumOfSquares(updates), clipped)
 
 Where all elements of the step are in one process the request is met at once, and ``update`` returns its pair. Where a driver steps pieces
-or shards, ``update`` returns :class:`Pending`: the request, and the function that goes on with its answer. The driver adds up the partial
+or shards, ``update`` returns :class:`Pending`: the request, and a function of its total. The driver adds up the partial
 results of all pieces and ranks. It may call ``update`` anew for each piece then, so that no memory is held between.
 """
 
@@ -43,7 +43,7 @@ class Axis(Protocol):
 class Local:
     """The axis of a single process, over which a reduction returns its argument.
 
-    The class itself is the axis, there are no instances: compilers trace a default that is a class, not one that is an object.
+    The class itself is the axis, without instances: compilers trace a default that is a class, and not a default that is an object.
     """
 
     @staticmethod
@@ -60,7 +60,7 @@ class Local:
 class Request(Generic[A]):
     """Base class of requests: reductions over all elements that share a step.
 
-    Subclasses define ``kind``, :meth:`here`, :meth:`partial`, and :meth:`answer` if it is not the total.
+    Subclasses define ``kind``, :meth:`here`, :meth:`partial`, and :meth:`answer` if the result is not the total.
 
     Attributes:
         kind: ``"sum"`` or ``"max"``.
@@ -71,7 +71,7 @@ class Request(Generic[A]):
     each: ClassVar[bool] = False
 
     def here(self) -> A:
-        """Return the answer where all elements of the step are present."""
+        """Return the result where all elements of the step are present."""
         raise NotImplementedError
 
     def partial(self, owned: Owned) -> Tensor:
@@ -79,7 +79,7 @@ class Request(Generic[A]):
         raise NotImplementedError
 
     def answer(self, total: Any) -> A:
-        """Return the answer, given the total over all pieces and ranks."""
+        """Return the result, given the total over all pieces and ranks."""
         found: A = total
         return found
 
@@ -146,12 +146,12 @@ class SumOfSquares(Request[Tensor]):
 
 @dataclass(frozen=True)
 class Pending:
-    """A step that waits for the answer of a request.
+    """A step that waits for the total of a request.
 
     Attributes:
         request: The request.
         owned: Applied to the elements that contribute to it.
-        resume: Goes on with the total, and returns the result or the next :class:`Pending`. It changes nothing, and may be called again.
+        resume: A function of the total to the result or the next :class:`Pending`. It changes no argument, and may be called again.
     """
 
     request: Request[Any]
@@ -186,7 +186,7 @@ def advance(result: Any, totals: Sequence[Tensor], *, holds_wholes: bool = False
     Args:
         result: What ``step`` or ``update`` returned under ``Context(pending=True)``.
         totals: The totals.
-        holds_wholes: Whether each leaf is a whole parameter, so that requests for numbers of each are answered here, and have no total.
+        holds_wholes: Whether each leaf is a whole parameter, so that requests for numbers of each are met here, and have no total.
 
     Returns:
         The result, or the step that waits for the next request.

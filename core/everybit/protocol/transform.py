@@ -32,11 +32,11 @@ class Transform(Protocol[S]):
     update of an element depends only on that element and on reduced totals; ``"tensor"`` if it needs whole tensors with their shapes.
     ``reduces``: whether ``update`` makes requests (``ctx.request``): sums or maxima over all parameters of the step, or over each of them.
 
-    A transform may have more: ``per_tensor``, True if ``update`` asks ``ctx.per_tensor`` (it has to say that it reduces, too);
-    ``draws``, True if ``update`` asks ``ctx.keys`` for random bits; ``decays()``, see :class:`SlotDecay`;
+    A transform may have more: ``per_tensor``, True if ``update`` uses ``ctx.per_tensor`` (it has to say that it reduces, too);
+    ``draws``, True if ``update`` draws random bits by ``ctx.keys``; ``decays()``, see :class:`SlotDecay`;
     ``periods()``, the periods of the work that it gives to ``ctx.every``; ``eval_params(params, state)``, see :class:`HasEvalParams`;
-    ``reads_weights``, False if ``update`` looks at no values of ``params``, so that weights need not be brought together for one whose cut
-    is ``"tensor"``, nor projected for one inside of :func:`everybit.low_rank`.
+    ``reads_weights``, False if ``update`` reads no values of ``params``, so that weights need not be brought together for a transform
+    with cut ``"tensor"``, nor projected inside of :func:`everybit.low_rank`.
     """
 
     @property
@@ -78,7 +78,7 @@ class Elementwise:
 
 
 class WholeTensors:
-    """Base class of transforms that need each parameter as a whole, and reduce nothing over several.
+    """Base class of transforms that need each parameter as a whole, without reductions over several.
 
     One that reduces overrides :attr:`reduces`.
     """
@@ -107,7 +107,7 @@ class SlotDecay:
     Attributes:
         slot: Name of the state's field.
         rate: The share that is kept, in [0, 1]: ``beta`` of a running mean, 1 for a sum, 0 for a value that is replaced at each step.
-        squares: Whether the slot holds squares of gradients, by whose root a step divides: a format must not lose small ones to zero.
+        squares: Whether the slot holds squares of gradients, so that a step divides by its root: a format must not lose small ones to zero.
     """
 
     slot: str
@@ -126,7 +126,7 @@ class DeclaresDecays(Protocol):
 
 def decays(*transforms: object) -> tuple[SlotDecay, ...]:
     """List what transforms, and the transforms inside them, declare about their slots."""
-    # Not `isinstance(transform, DeclaresDecays)`: it takes ten times as long, and this is asked at every step.
+    # Not `isinstance(transform, DeclaresDecays)`: it takes ten times as long, and this runs at every step.
     declared: list[Any] = [transform for transform in transforms if hasattr(transform, "decays")]
     return tuple(one for transform in declared for one in transform.decays())
 
@@ -148,12 +148,12 @@ def any_reduces(transforms: Iterable[Transform[Any]]) -> bool:
 
 
 def any_draws(transforms: Iterable[object]) -> bool:
-    """Whether one of several transforms draws random bits; those that say nothing of it do not."""
+    """Whether any of several transforms draws random bits. A transform that does not declare it does not."""
     return any(getattr(transform, "draws", False) for transform in transforms)
 
 
 def any_per_tensor(transforms: Iterable[object]) -> bool:
-    """Whether one of several transforms reduces over each parameter; those that say nothing of it do not."""
+    """Whether any of several transforms reduces over each parameter. A transform that does not declare it does not."""
     return any(getattr(transform, "per_tensor", False) for transform in transforms)
 
 
@@ -178,7 +178,7 @@ class HasEvalParams(Protocol):
 
 
 def eval_params(transform: object, params: P, state: Any) -> P:
-    """Return the weights for evaluation of a transform; ``params``, of one that has no others."""
+    """Return the weights for evaluation of a transform, which are ``params`` unless it defines others."""
     return transform.eval_params(params, state) if isinstance(transform, HasEvalParams) else params
 
 
@@ -205,10 +205,10 @@ def _instead(value: object) -> str | None:
 
 
 def require_transform(value: object, *, who: str) -> None:
-    """Refuse what is not a transform, an optimizer made by ``with_policy`` above all.
+    """Refuse a value that is not a transform, such as an optimizer made by ``with_policy``.
 
     Raises:
-        TypeError: The message names ``who``, what it got and what it accepts.
+        TypeError: The message names ``who``, the value and the accepted types.
     """
     if isinstance(value, type):
         raise TypeError(

@@ -125,7 +125,7 @@ class JoinSchedules:
     """One schedule after another; each counts from zero at its beginning.
 
     Args:
-        schedules: At least one.
+        schedules: One schedule or more.
         boundaries: Update at which each but the first begins, increasing.
     """
 
@@ -147,7 +147,7 @@ class JoinSchedules:
         """Return the value after ``step`` updates; 0-d."""
         value = self.schedules[0](step)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:], strict=True):
-            # What lies before its beginning is not asked for: a schedule sees no negative step.
+            # A schedule sees no negative step.
             value = torch.where(step < boundary, value, schedule((step - boundary).clamp(min=0)))
         return value
 
@@ -233,7 +233,7 @@ def progress(step: Tensor, steps: float) -> Tensor:
 
 
 def require_steps(name: str, value: Any) -> None:
-    """Refuse what is no number of updates of at least 1, with a ValueError."""
+    """Refuse a number of updates that is not a whole number of at least 1, with a ValueError."""
     require_count(name, value, "a whole number of updates")
 
 
@@ -246,7 +246,7 @@ def require_longer(name: str, value: int, other_name: str, other: int) -> None:
 
 
 def require_above_zero(name: str, value: object) -> None:
-    """Refuse what is no finite number above zero, with a ValueError or TypeError."""
+    """Refuse a value that is not a finite number above zero, with a ValueError or TypeError."""
     require(name, value, 0.0, schedule=False)
     if is_zero(value):
         raise ValueError(f"{name}: got {value!r}; accepted is a finite number above zero.")

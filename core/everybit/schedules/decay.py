@@ -1,4 +1,4 @@
-"""Schedules that fall along a power, an exponential or an inverse root; see :mod:`everybit.schedules` for what a schedule is.
+"""Schedules that fall along a power, an exponential or an inverse root; :mod:`everybit.schedules` defines a schedule.
 
 Where a schedule is said to reach a value "at ``steps``", the update with so many updates before it is the first that has the value: it is
 update number ``steps + 1``, as in optax, and as in torch if its scheduler steps once after every update.

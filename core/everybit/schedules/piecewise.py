@@ -80,7 +80,7 @@ class InterpolatedSchedule:
 
 @dataclass(frozen=True, slots=True)
 class CosineRestartsSchedule:
-    """Half a cosine from ``start`` to ``end``, again and again; each is ``growth`` times as long as the one before."""
+    """Half a cosine from ``start`` to ``end``, again and again; each is ``growth`` times as long as the cosine before."""
 
     start: float
     steps: int
@@ -125,11 +125,11 @@ class Cycle(TypedDict):
 def piecewise_constant_schedule(start: float, factors: Mapping[int, float]) -> PiecewiseConstantSchedule:
     """Return a schedule that begins at ``start`` and is multiplied by ``factors[t]`` from the update with ``t`` before it on.
 
-    As optax's, and as torch's ``MultiStepLR``.
+    This is optax's schedule, and torch's ``MultiStepLR``.
 
     Args:
         start: First value.
-        factors: Factor for each number of updates done, at least zero. Factors multiply what the ones before have left.
+        factors: A factor for each number of updates done, non-negative. Factors multiply the value after the factors before.
 
     Raises:
         ValueError: A factor or number of updates out of range.
@@ -153,7 +153,7 @@ def piecewise_interpolate_schedule(
 
     Args:
         start: First value.
-        factors: Factor for each number of updates, at least zero. Factors multiply what the ones before have left.
+        factors: A factor for each number of updates, non-negative. Factors multiply the value after the factors before.
         interpolation: ``"linear"``, or ``"cosine"`` for half a cosine between two points.
 
     Raises:
@@ -188,8 +188,8 @@ def one_cycle_schedule(
         peak: Greatest value; torch's ``max_lr``.
         steps: Updates in all.
         warmup_share: Share of the steps that goes up, in (0, 1); torch's ``pct_start``.
-        start_divisor: What the peak is divided by at first, above zero; torch's ``div_factor``.
-        end_divisor: What the first value is divided by at last, above zero; torch's ``final_div_factor``.
+        start_divisor: The peak over the first value, above zero; torch's ``div_factor``.
+        end_divisor: The first value over the last, above zero; torch's ``final_div_factor``.
         interpolation: ``"cosine"`` or ``"linear"``; torch's ``anneal_strategy``.
         three_phase: Go down as fast as up, to the first value, and in the remaining steps to the last.
 
@@ -256,7 +256,7 @@ def cosine_restarts_schedule(start: float, steps: int, *, growth: int = 1, end: 
     Args:
         start: Value at the beginning of each period; torch's base learning rate.
         steps: Updates in the first period; torch's ``T_0``.
-        growth: How many times as long each period is as the one before, a whole number; torch's ``T_mult``.
+        growth: The ratio of each period's length to that of the period before, a whole number; torch's ``T_mult``.
         end: Value that each period approaches; torch's ``eta_min``.
 
     Raises:

@@ -1,11 +1,11 @@
 """The entries of an optimizer's state: the name of each tensor, its role, and how it may be cut.
 
-Code that cuts a state, names its tensors in a checkpoint, shards them or counts their bytes uses these, and infers nothing from shapes.
+Code that cuts a state, names its tensors in a checkpoint, shards them or counts their bytes uses these instead of shapes.
 
 An entry goes by the name of its slot, and a part that is not the first of a value also by its own: ``momentum``, ``momentum.residual``,
 ``variance#2.scale``. Factors, which have other shapes than their parameter, go by theirs: ``variance.rows``, ``variance.rows.scale``. Of
 the weights the first part is the model's own tensor, so that their entries are ``param.remainder`` and the like.
-What is no slot goes by its path in the transform's state: ``inner.step``. Field names hold neither ``.`` nor ``#``, and a slot that is
+Other entries go by their path in the transform's state: ``inner.step``. Field names hold neither ``.`` nor ``#``, and a slot that is
 called ``param``, ``step`` or ``inner`` is numbered, as a second slot of one name is (``param#2``); so no two entries have one name.
 """
 
@@ -48,9 +48,9 @@ class Entry:
     """One tensor that an optimizer keeps for a parameter.
 
     Attributes:
-        name: In state dicts and checkpoints.
-        role: What it is for.
-        part: Which part of a stored value it is; None of what is stored as it was computed.
+        name: The entry's name in state dicts and checkpoints.
+        role: The entry's role.
+        part: The part of a stored value; None for an entry that is stored as it was computed.
         cut: How it may be cut.
         leading: Whether it is the first part of a value: the value itself, rounded. Of the weights that is the model's own tensor.
     """
@@ -104,7 +104,7 @@ def fields(state: OptimizerState[Any]) -> list[Field]:
     """Everything in a state, by names that are unique.
 
     Slots go by their own names, ``param`` by that of the parts of parameters that the model does not hold; counters by their path. A slot
-    whose name is taken, by a slot before it or by what is no slot, is numbered: ``momentum#2``, ``param#2``. Whether ``param`` is taken
+    name is taken, by a slot before it or by another entry, is numbered: ``momentum#2``, ``param#2``. Whether ``param`` is taken
     does not depend on whether this policy has such parts, so that a slot's name is the same under every policy.
     """
     found = [Field(STEP, state.step, is_slot=False)]
@@ -152,7 +152,7 @@ def entries(
     """List the entries of one parameter, those that it shares with other parameters included, in order.
 
     Args:
-        state: Of the optimizer.
+        state: The optimizer's state.
         params: The parameters that it is of, or a tree of the same structure.
         position: Number of the parameter among the leaves of ``params``.
         stored: How it and its state are stored; None: in the compute dtype, as :meth:`~everybit.Optimizer.decode` gives it.
@@ -220,11 +220,11 @@ def map_parts(
     """A state with every tensor replaced.
 
     Args:
-        state: Of the optimizer.
+        state: The optimizer's state.
         params: The parameters that it is of, or a tree of the same structure.
         stored: How each of them and its state are stored; None: in the compute dtype.
-        on_part: Makes a tensor of one that belongs to a parameter, and of what is known of it.
-        on_shared: Makes one of a tensor that parameters share.
+        on_part: A function of a parameter's tensor, and the facts about it, to a tensor.
+        on_shared: A function of a tensor that parameters share to a tensor.
     """
     name_of = _Names()
     held: list[Any] = []
@@ -265,7 +265,7 @@ def cut(
     stop: int,
     on_shared: Callable[[Tensor], Tensor],
 ) -> OptimizerState[Any]:
-    """The state of the elements ``start`` to ``stop`` of a single 1-d parameter, as views; ``on_shared`` makes what is not cut.
+    """Return the state of the elements ``start`` to ``stop`` of a single 1-d parameter, as views; ``on_shared`` makes uncut entries.
 
     Raises:
         ValueError: A part has one number for elements on both sides of ``start``.

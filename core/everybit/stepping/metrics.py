@@ -20,11 +20,11 @@ S = TypeVar("S")
 @tree.state
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The effect of one step's updates on what is stored: sums, 0-d float64, so that those of several buffers or shards can be added.
+    """The effect of one step's updates on stored weights: sums, 0-d float64, so that those of several buffers or shards can be added.
 
     Attributes:
-        lost: Elements whose update was not zero but changed neither parameter nor compensation.
-        moved: Elements whose update was not zero.
+        lost: Number of elements with an update above zero in magnitude that changed neither parameter nor compensation.
+        moved: Number of elements with an update other than zero.
         effective: Inner product of the parameters' change and the intended update.
         intended: Sum of squares of the updates.
         gradient: Sum of squares of the gradients.
@@ -40,7 +40,7 @@ class Metrics:
     def lost_share(self) -> Tensor:
         """Share of the non-zero updates that had no effect, in [0, 1]; 0 if no update was to change anything.
 
-        Under stochastic rounding most small updates have none in a given step, and the right one on average: see :attr:`edq`.
+        Under stochastic rounding most small updates have no effect in a given step, and the right effect on average: see :attr:`edq`.
         """
         return torch.where(self.moved > 0, self.lost / self.moved, 0.0)
 
@@ -49,7 +49,7 @@ class Metrics:
         r"""Effective descent quality: the share of the intended update that reached the weights, 1 if all of it did.
 
         :math:`\langle \Delta p, u \rangle / \lVert u \rVert^2` with compensation counted in; Collage's EDQ (Yu et al. 2024,
-        https://arxiv.org/abs/2405.03637) over the norm of the update. 1 if nothing was to move.
+        https://arxiv.org/abs/2405.03637) over the norm of the update. 1 if all updates are zero.
         """
         return torch.where(self.intended > 0, self.effective / self.intended, 1.0)
 
@@ -158,7 +158,7 @@ def with_metrics(optimizer: Optimizer[S]) -> Measured[S]:
     """Measure each step: the share of lost updates, the effective descent quality, and norms; without host synchronization.
 
     Raises:
-        TypeError: ``optimizer`` was not made by ``with_policy``: what is lost depends on how it is stored.
+        TypeError: ``optimizer`` was not made by ``with_policy``; losses depend on how weights are stored.
 
     Examples:
         >>> import torch, everybit as eb

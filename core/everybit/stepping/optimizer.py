@@ -66,7 +66,7 @@ class OptimizerState(Generic[S]):
 
     Attributes:
         step: Calls done, int64, 0-d.
-        extra: For each parameter the tuple of its parts but the first, which is the model's own tensor.
+        extra: For each parameter the tuple of its parts except the first, which is the model's own tensor.
         inner: The transform's state, each slot in its policy's format: a tensor, or a tuple of parts.
     """
 
@@ -84,7 +84,7 @@ class StepTrace(NamedTuple):
         before: The weights before the step. This and the following are trees in the compute dtype, with the parameters' structure.
         grads: The gradients.
         updates: The transform's updates.
-        after: The weights after the step, before they are rounded to what is stored.
+        after: The weights after the step, before they are rounded.
     """
 
     params: Any
@@ -99,9 +99,9 @@ class StepTrace(NamedTuple):
 class Optimizer(Generic[S]):
     """A transform under a policy: ``params, state = step(params, grads, state)``. Made by :func:`with_policy`.
 
-    ``step`` decodes what is stored, runs the transform in the compute dtype, adds the update and encodes: one rounding per tensor and
-    step, and the moments just computed are used unrounded. It mutates nothing. It is the last word, not a :class:`Transform`: there is
-    nothing to chain after it.
+    ``step`` decodes the stored tensors, runs the transform in the compute dtype, adds the update and encodes: one rounding per tensor and
+    step, and the moments just computed are used unrounded. It mutates no tensor. It comes last, and is not a :class:`Transform` that could
+    be chained.
     """
 
     transform: Transform[S]
@@ -123,7 +123,7 @@ class Optimizer(Generic[S]):
 
     @property
     def per_tensor(self) -> bool:
-        """Whether a step asks ``ctx.per_tensor`` for anything."""
+        """Whether a step uses ``ctx.per_tensor``."""
         return once(self, "per_tensor", lambda: any_per_tensor([self.transform]))
 
     @property
@@ -149,7 +149,7 @@ class Optimizer(Generic[S]):
     def due(self, step: int) -> tuple[tuple[int, bool], ...]:
         """Decide on the host which periodic work is due at an update, for the ``due`` of :class:`~everybit.Context`.
 
-        What is compiled is compiled once for each answer, and does the work where it is due and not elsewhere.
+        Code is compiled once for each result, and does the work where it is due and not elsewhere.
 
         Args:
             step: Number of the update, 1 at the first: ``int(state.step) + 1`` before it, which a training loop knows without a wait.
@@ -160,7 +160,7 @@ class Optimizer(Generic[S]):
         Examples:
             >>> import torch, everybit as eb
             >>> opt = eb.with_policy(eb.adamw(1e-3), eb.policies.FP32)
-            >>> opt.due(1)  # nothing in AdamW is done every few steps only
+            >>> opt.due(1)  # AdamW has no periodic work
             ()
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
@@ -204,7 +204,7 @@ class Optimizer(Generic[S]):
         return separated(OptimizerState(step, tree.replace(params, extra), codec.encode_state(inner)), params)
 
     def _require_declared(self, inner: S) -> None:
-        """Ask for the decay rates of slots whose format cannot follow every rate."""
+        """Require the decay rates of slots in formats that cannot follow every rate."""
         if self.unsafe == "allow":
             return
         slots: list[str] = []
@@ -229,11 +229,11 @@ class Optimizer(Generic[S]):
         Args:
             params: The model's tensors, as stored.
             grads: Same structure and shapes; any floating dtype not above the compute dtype.
-            state: From ``init`` or the step before.
+            state: The state of ``init`` or of the step before.
             ctx: What else is known; see :class:`~everybit.Context`.
 
         Returns:
-            New parameters, of the same dtypes, and new state. Nothing that was passed in is changed. Under ``Context(pending=True)`` a
+            New parameters, of the same dtypes, and new state. No argument is changed. Under ``Context(pending=True)`` a
             step with requests returns :class:`everybit.Pending`; :func:`everybit.fulfil` makes it this pair.
 
         Raises:
@@ -288,16 +288,16 @@ class Optimizer(Generic[S]):
         totals: Sequence[Tensor] = (),
         holds_wholes: bool = False,
     ) -> Pending | None:
-        """Run a step up to the first request that ``totals`` leave open, and return that; None if there is none.
+        """Run a step up to the first request without a total, and return that; None if all have totals.
 
-        Nothing is kept: the driver steps again when it has the totals.
+        No result is kept: the driver steps again when it has the totals.
 
         Args:
-            params: As for :meth:`step`.
-            grads: As for :meth:`step`.
-            state: As for :meth:`step`.
-            ctx: With ``pending=True``.
-            totals: Of the first requests, in order.
+            params: The parameters, as for :meth:`step`.
+            grads: The gradients, as for :meth:`step`.
+            state: The state, as for :meth:`step`.
+            ctx: A context with ``pending=True``.
+            totals: The totals of the first requests, in order.
             holds_wholes: See :func:`~everybit.protocol.requests.advance`.
 
         Raises:
@@ -359,9 +359,9 @@ class Optimizer(Generic[S]):
         return tree.replace(params, [p[0] for p in parts]), stored
 
     def decode(self, params: P, state: OptimizerState[S]) -> tuple[P, OptimizerState[S]]:
-        """Decode what is stored: return the weights, and a state without extra parts, all in the compute dtype (float32).
+        """Return the weights, and a state without extra parts, all decoded to the compute dtype (float32).
 
-        With :meth:`encode` of another optimizer of the same transform this carries a run from one policy to another.
+        Together with :meth:`encode` of another optimizer with the same transform this carries a run from one policy to another.
 
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
@@ -379,9 +379,9 @@ class Optimizer(Generic[S]):
 
         Args:
             weights: float32 (or better) tensors, with the structure and shapes of ``params``.
-            state: In the compute dtype; its ``extra`` is not looked at.
+            state: A state in the compute dtype; its ``extra`` is not read.
             params: The model's tensors, which tell how weights are stored; their values do not matter.
-            ctx: As for :meth:`step`.
+            ctx: The context, as for :meth:`step`.
 
         Returns:
             New parameters and state.
@@ -425,7 +425,7 @@ def with_policy(
     seed: int | Tensor = 0,
     unsafe: Unsafe = "refuse",
 ) -> Optimizer[S]:
-    """Make an optimizer of a transform, whose parameters and state are stored as ``policy`` says.
+    """Make an optimizer of a transform, with parameters and state stored as ``policy`` says.
 
     Args:
         transform: What computes updates.
@@ -438,7 +438,7 @@ def with_policy(
 
     Raises:
         TypeError: ``transform`` is no transform, or ``policy`` no policy.
-        ValueError: The policy cannot work; the message names the field, what it holds and what would work.
+        ValueError: The policy cannot work; the message names the field, its value and values that would work.
 
     Examples:
         >>> import torch, everybit as eb

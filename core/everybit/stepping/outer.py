@@ -28,7 +28,7 @@ def outer_gradient(start: P, *replicas: P) -> P:
 
     Args:
         start: The weights with which all replicas began, in float32 or better.
-        replicas: The weights of each; 16-bit ones are exact in float32, and ``opt.export_fp32(params, state)`` has their residuals.
+        replicas: The weights of each; 16-bit weights are exact in float32, and ``opt.export_fp32(params, state)`` has their residuals.
 
     Raises:
         ValueError: No replica, or structures or shapes that differ.

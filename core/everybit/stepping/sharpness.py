@@ -26,7 +26,7 @@ def sam_point(
         there = eb.sam_point(params, grad(loss)(params), 0.05)
         params, state = opt.step(params, grad(loss)(there), state)
 
-    16-bit parameters have a neighbourhood of 16-bit numbers: what is less than half a unit in the last place of a weight is lost, as a rule
+    16-bit parameters have a neighbourhood of 16-bit numbers: a change below half a unit in the last place of a weight is lost, as a rule
     most of it. Take the point of ``opt.export_fp32(params, state)``, and the gradient there in float32, where that matters.
 
     Args:

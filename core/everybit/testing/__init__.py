@@ -1,12 +1,12 @@
 """Checks for transforms and formats of your own: the promises that the built-in ones keep.
 
-One line runs all of them, and says of those that fail what is promised, what was found and what to look at::
+One line runs all of them, and gives for each that fails the promise, the finding and the place to look at::
 
     print(everybit.testing.assert_transform_conforms(my_optimizer))
 
 A single check takes a *build*: a function from a learning rate (a float, a 0-d tensor or a schedule) to a transform, such as ``eb.adamw``
-or ``lambda lr: eb.chain(MyTransform(), eb.scale_by_learning_rate(lr))``. It returns nothing, or raises ``AssertionError`` with what
-was promised and what was found. With pytest::
+or ``lambda lr: eb.chain(MyTransform(), eb.scale_by_learning_rate(lr))``. It returns None, or raises ``AssertionError`` with
+the promise and the finding. With pytest::
 
     @pytest.mark.parametrize("name", everybit.testing.CHECKS)
     def test_my_optimizer(name):

@@ -33,7 +33,7 @@ _COMPILING = ("no recompilation", "compiled equals eager")
 
 
 class _Promise(NamedTuple):
-    """What a check holds a transform to, and where to look if it fails."""
+    """The promise that a check is about, and where to look if it fails."""
 
     promised: str
     look_at: str
@@ -107,7 +107,7 @@ class Conformance:
     """The checks that a transform passed, and those that were not run, with the reason; it prints as a table.
 
     Attributes:
-        subject: What was checked.
+        subject: The checked transform.
         passed: Names of the checks.
         skipped: Reasons, by the names of the checks.
     """
@@ -130,17 +130,17 @@ def assert_transform_conforms(
 
     Args:
         transform: A transform, or a function from a learning rate to one, such as ``eb.adamw``. The checks vary the learning rate: of
-            a transform they replace the hyperparameters called ``learning_rate``, and one that has none is followed by
+            a transform they replace the hyperparameters called ``learning_rate``, and a transform without is followed by
             ``eb.scale_by_learning_rate``.
         compiled: Run the two checks that compile, which takes some ten seconds. They come last, if no other check failed.
         matrices_only: The transform takes parameters of two dimensions alone. The checks give the others to ``eb.sgd``. They give the
             transform matrices of shape (0, 0), too, which stand for those that another rank works on.
 
     Returns:
-        What was run and what was not, and why: ``print(assert_transform_conforms(my_optimizer))``.
+        The checks that were run and those that were not, with the reason: ``print(assert_transform_conforms(my_optimizer))``.
 
     Raises:
-        AssertionError: For each check that failed its name, what is promised, what was found, and what to look at. Or a shape that the
+        AssertionError: A check failed; the message has its name, the promise, the finding and the place to look at. Or a shape that the
             transform does not take.
         TypeError: Neither a transform nor a function that returns one.
 
@@ -225,7 +225,7 @@ def _require_shapes(transform: Transform[Any], subject: str, *, matrices_only: b
 
 
 def _fails(transform: Transform[Any], leaf: Tensor) -> Exception | None:
-    """The error of a step of one parameter; none that comes of a label that no parameter has."""
+    """Return the error of a step of one parameter; None for an error about a label that no parameter has."""
     try:
         transform.update([leaf.clone()], transform.init([leaf]), [leaf], at_step(1))
     except Exception as error:

@@ -20,8 +20,8 @@ def example_params(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> dict
     It lies on torch's default device (``with torch.device("cuda"): ...``), and has the same values on all.
 
     Args:
-        dtype: Of every leaf.
-        seed: Of the values, which are normal.
+        dtype: The dtype of every leaf.
+        seed: The seed of the values, which are normal.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
 
@@ -50,9 +50,9 @@ def example_grads(params: P, step: int, *, dtype: torch.dtype | None = None, see
     """Gradients for ``params``: normal, times powers of two from 2**-6 to 2**3; always the same for one seed and step.
 
     Args:
-        params: Tensors, whose structure and shapes the gradients have.
+        params: Tensors with the structure and shapes of the gradients.
         step: Number of the step.
-        dtype: Of every leaf; None: as the parameters.
+        dtype: The dtype of every leaf; None: that of the parameters.
         seed: One seed, one sequence of gradients.
     """
     generator = torch.Generator("cpu").manual_seed(1_000_003 * (seed + 1) + step)

@@ -33,7 +33,7 @@ class ScaleByAdadelta(Elementwise):
 
     Args:
         rho: :math:`\rho`, decay rate of both squares, in [0, 1].
-        eps: Added inside both roots, one of which has the unit of the gradient squared and one that of the weights squared.
+        eps: Added inside both roots, so in units of the gradient squared and of the weights squared.
 
     Raises:
         ValueError: A hyperparameter out of range, or not finite.

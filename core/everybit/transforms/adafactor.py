@@ -38,7 +38,7 @@ class FactoredRmsState(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class ScaleByFactoredRms(WholeTensors):
-    r"""Divide by the root of a running square that is kept for rows and columns, and limit the root mean square of what is left.
+    r"""Divide by the root of a running square that is kept for rows and columns, and limit the root mean square of the result.
 
     .. math::
         s_t = \max(1 - \beta_\text{cap}, t^c) \qquad
@@ -58,7 +58,7 @@ class ScaleByFactoredRms(WholeTensors):
         clip_threshold: :math:`d`, above zero; None: no limit.
         dimensions: ``"last"``: factor over the last two dimensions, as the paper; ``"largest"``: over the two largest, as optax and timm.
         min_size_to_factor: Factor a tensor only if both of these dimensions are at least so long.
-        step_offset: Updates to leave out of t, which is at least 1: those of an earlier run whose count goes on.
+        step_offset: Updates to leave out of t, which is at least 1: those of an earlier run with a count that goes on.
 
     Raises:
         ValueError: A hyperparameter out of range, or not finite.
@@ -125,7 +125,7 @@ class ScaleByFactoredRms(WholeTensors):
 
 
 class _OfWholeTensors(WholeTensors):
-    """A transform without state that asks for the root mean square of parameters, each of which is whole."""
+    """A transform without state that uses the root mean square of parameters, each of which is whole."""
 
     __slots__ = ()
 

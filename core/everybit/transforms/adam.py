@@ -62,9 +62,9 @@ class ScaleByAdam(Elementwise):
         eps: Added outside the root, as in the paper and torch; same unit as the gradient.
         eps_root: Added inside the root, as a derivative through the step needs at zero gradients; unit of the gradient squared.
         amsgrad: Divide by the root of the greatest running square so far (Reddi et al. 2018, https://openreview.net/forum?id=ryQu7f-RZ).
-            True: of :math:`\max_{s \le t} v_s` in the place of :math:`v_t`, whose bias is corrected afterwards, as in torch.
+            True: by that of :math:`\max_{s \le t} v_s` in the place of :math:`v_t`, with its bias corrected afterwards, as in torch.
             ``"corrected"``: of :math:`\max_{s \le t} v_s / (1-\beta_2^s)`, as in optax.
-        eps_before_correction: Add ``eps`` to :math:`\sqrt{v_t}`, whose bias is corrected afterwards: the paper's :math:`\hat\epsilon`, as
+        eps_before_correction: Add ``eps`` to :math:`\sqrt{v_t}` and correct the bias afterwards: the paper's :math:`\hat\epsilon`, as
             in Keras and in GaLore.
 
     Raises:

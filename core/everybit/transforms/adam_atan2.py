@@ -28,7 +28,7 @@ class ScaleByAdamAtan2(Elementwise):
     Args:
         b1: Decay rate of the mean, in [0, 1).
         b2: Decay rate of the square, in [0, 1).
-        a: A factor of the angle, at least zero; 1.27 is about the one by which a constant gradient gives 1, :math:`4 / \pi`.
+        a: A factor of the angle, non-negative; with 1.27, about :math:`4 / \pi`, a constant gradient gives 1.
         b: A factor of the root, at least zero: an update is at most :math:`a \pi / 2`, and :math:`a / b` times Adam's if that is small.
 
     Raises:

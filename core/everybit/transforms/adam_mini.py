@@ -54,7 +54,7 @@ class ScaleByAdamMini(WholeTensors):
             ``nn.Linear``, a token of ``nn.Embedding``; the size of a head: a head of queries or keys. None: the whole tensor.
 
     Raises:
-        ValueError: A hyperparameter out of range, or not finite; from ``init``, a tensor whose rows are no multiple of ``rows``.
+        ValueError: A hyperparameter out of range, or not finite; from ``init``, a tensor with rows that are no multiple of ``rows``.
 
     Reference:
         Zhang et al. 2024, https://arxiv.org/abs/2406.16793, Algorithm 1.

@@ -149,7 +149,7 @@ class ProximalDecay(Elementwise):
         keep = materialize(1 / (1 + decay))
 
         def shrunk(u: Tensor, p: Tensor) -> Tensor:
-            # Where nothing decays, zero times an infinite weight would be NaN.
+            # Without decay, zero times an infinite weight would be NaN.
             return torch.where(decay == 0, u, (u - decay * p) * keep)
 
         return tree.elementwise(shrunk, updates, params), state

@@ -1,4 +1,4 @@
-"""Clipping whose limit is relative: to the weights, to the tensor's own size, or to the norms that came before."""
+"""Clipping with a relative limit: to the weights, to the tensor's own size, or to the norms of earlier steps."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ClipByRms(Elementwise):
 
     @property
     def reduces(self) -> bool:
-        """It asks for the mean of squares of each parameter."""
+        """True: it requests the mean of squares of each parameter."""
         return True
 
     def init(self, params: P) -> Empty:
@@ -159,7 +159,7 @@ class ClipByZScore(Elementwise):
         g_t \leftarrow \frac{n_t}{\|g_t\|} g_t
 
     and then :math:`\mu_t = \alpha\mu_{t-1} + (1-\alpha) n_t` and :math:`\sigma_t^2 = \alpha\sigma_{t-1}^2 + (1-\alpha)(n_t - \mu_t)^2`.
-    In the first ``warmup`` updates nothing is clipped, and mean and variance are those of all norms so far. The norm is taken over
+    The first ``warmup`` updates are not clipped, and mean and variance are those of all norms so far. The norm is taken over
     everything that shares the step. One that is not finite spoils the running mean: put :func:`everybit.apply_if_finite` around.
 
     Args:
@@ -186,7 +186,7 @@ class ClipByZScore(Elementwise):
 
     @property
     def reduces(self) -> bool:
-        """It asks for the norm of all gradients."""
+        """True: it requests the norm of all gradients."""
         return True
 
     def init(self, params: P) -> ZClipState:

@@ -127,7 +127,7 @@ def _progress(step: Tensor, warmup: int | None) -> Tensor:
 
 
 def _warmed_up_decay(start: Scalar, end: Scalar, progress: Tensor) -> Tensor:
-    """The decay rate whose half-life is so far between those of ``start`` and ``end``, and at most ``end``: float64, 0-d."""
+    """Return the decay rate with a half-life so far between those of ``start`` and ``end``, and at most ``end``: float64, 0-d."""
     low, high = start * torch.ones_like(progress), end * torch.ones_like(progress)
     between = ((1 - progress) / low.log() + progress / high.log()).reciprocal().exp()
     return materialize(torch.where(progress < 1, torch.minimum(between, high), high))

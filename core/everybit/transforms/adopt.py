@@ -35,7 +35,7 @@ class ScaleByAdopt(Elementwise):
         u_t = m_t = \beta_1 m_{t-1} + (1-\beta_1) n_t \qquad
         v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2
 
-    The first update only begins the square and moves nothing. There is no bias correction.
+    The first update only starts the square, and is zero. There is no bias correction.
 
     Args:
         b1: Decay rate of the mean, in [0, 1).
@@ -90,7 +90,7 @@ class ScaleByAdopt(Elementwise):
             return n if limit is None else clamp(n, -limit, limit)
 
         def mean(n: Tensor, m: Tensor) -> Tensor:
-            # Chosen, not multiplied by zero: at the first update what is normalised by nothing may be infinite.
+            # Chosen, not multiplied by zero: at the first update the quotient may be infinite.
             return torch.where(first, m, b1 * m + (1 - b1) * n)
 
         shares = tree.elementwise(normalised, updates, state.variance)

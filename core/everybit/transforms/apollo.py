@@ -43,7 +43,7 @@ TINY = 1e-8
 class ApolloState(Generic[P]):
     """Adam's means of projected gradients, (rank, other side) for each matrix, the norm of its last step, and the stored bases.
 
-    What is not projected has means of its own shape, and neither norm nor basis.
+    A parameter that is not projected has means of its own shape, and neither norm nor basis.
     """
 
     momentum: Slot[P]
@@ -64,8 +64,8 @@ class ScaleByApollo(WholeTensors):
         u_t = \sqrt{s}\, \frac{\sqrt{1-\beta_2^t}}{1-\beta_1^t} D_t
 
     U has normal numbers of variance 1/rank. The norm of :math:`D_t` grows by no more than :math:`\gamma` from one update to the next;
-    after one of zero it is not limited, whereas the authors' code limits it to about 1e-8 then, from which it grows back by a hundredth in
-    each step. Vectors, and matrices with a side of at most the rank, are Adam's, without :math:`s` and limit. APOLLO-Mini is
+    after a norm of zero it is not limited, whereas the authors' code limits it to about 1e-8 then, from which it grows back by a
+    hundredth in each step. Vectors, and matrices with a side of at most the rank, are Adam's, without :math:`s` and limit. APOLLO-Mini is
     ``scale_type="tensor"`` with a rank of 1 and an s of 128.
 
     Args:
@@ -78,7 +78,7 @@ class ScaleByApollo(WholeTensors):
         projection: The bases U, and which parameters are projected.
 
     Raises:
-        TypeError: A view that is none.
+        TypeError: ``view`` is not a view.
         ValueError: A hyperparameter out of range, or not finite; from ``init``, a parameter of two dimensions or more that the view does
             not fit.
 
@@ -191,7 +191,7 @@ class ScaleByApollo(WholeTensors):
 
 
 def _limited(x: Tensor, before: Tensor, limit: Scalar) -> tuple[Tensor, Tensor]:
-    """Matrices whose norms are at most ``limit`` times those before, if there were any, and their norms."""
+    """Return matrices with norms of at most ``limit`` times the norms before, if there were any, and their norms."""
     size = _norm(x)
     # A sum of tensors: a number over a tensor would be the number times an inverse, rounded twice.
     most = (before + TINY) * (torch.zeros_like(before) + limit)
@@ -201,7 +201,7 @@ def _limited(x: Tensor, before: Tensor, limit: Scalar) -> tuple[Tensor, Tensor]:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Of each matrix."""
+    """Return the norm of each matrix."""
     return root_mean_square(x, x.ndim - 2) * math.sqrt(math.prod(x.shape[-2:]))
 
 

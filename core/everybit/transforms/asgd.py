@@ -34,7 +34,7 @@ class AveragedDescent(Elementwise):
 
     The updates are those of the parameters, so that no learning rate comes after it; the last transform of a chain. As in
     ``torch.optim.ASGD``, the average is the weights themselves until step :math:`t_0 + 2`, and the learning rate of a step is computed
-    at the end of the one before: it follows a schedule one step later.
+    at the end of the step before: it follows a schedule one step later.
 
     Args:
         learning_rate: :math:`\gamma`, at least zero.

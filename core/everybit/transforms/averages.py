@@ -74,7 +74,7 @@ class AverageWeights(_Average):
 
     is kept as :math:`a_t = a_{t-1} + \frac{1-\beta}{1-\beta^t} (p_t - a_{t-1})`, which are the same numbers: the first average is the first
     weights, and their share fades as that of all others does. Without ``debias`` the average begins at the first weights and gives all
-    later ones the share :math:`1-\beta`, as ``torch.optim.swa_utils.AveragedModel`` does with ``get_ema_multi_avg_fn``.
+    later weights the share :math:`1-\beta`, as ``torch.optim.swa_utils.AveragedModel`` does with ``get_ema_multi_avg_fn``.
 
     The average is a slot, ``average``, which a policy stores as it stores any other (``Policy.slots``). A 16-bit format that rounds to
     nearest is refused at a decay rate of 0.97 and more: such an average stops moving.
@@ -152,14 +152,14 @@ class MeanWeights(_Average):
 
 @dataclass(frozen=True, slots=True)
 class PowerAverageWeights(_Average):
-    r"""Power-function EMA of the weights, whose length grows with the run; the last transform of a chain.
+    r"""Keep a power-function EMA of the weights, with a length that grows with the run; the last transform of a chain.
 
     .. math::
         \alpha_t = 1 - (1 - 1/t)^{\gamma + 1}
 
     Args:
         gamma: :math:`\gamma`, at least zero: the share of step s in the average is proportional to :math:`s^\gamma`. 6.94 gives a
-            relative width of 0.10 of the run, 16.97 one of 0.05; 0 is the mean.
+            relative width of 0.10 of the run, 16.97 a width of 0.05; 0 is the mean.
         start: Averaging begins after so many steps. Until then the average is the weights.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The preconditioner of AdaBelief: Adam with the square of what the mean did not predict."""
+"""The preconditioner of AdaBelief: Adam with the square of the gradient's difference from its mean."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class ZeroNans(Elementwise):
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
-        """Return the updates with zeros in the place of what is not a number."""
+        """Return the updates with zeros in the place of NaN and infinities."""
 
         def cleaned(u: Tensor) -> Tensor:
             return torch.where(torch.isfinite(u) if self.infinite else ~torch.isnan(u), u, 0.0)
@@ -72,7 +72,7 @@ class Centralize(WholeTensors):
 
 @dataclass(frozen=True, slots=True)
 class AddNoise(Elementwise):
-    r"""Add Gaussian noise whose variance falls with the step: :math:`\eta / t^\gamma`, where t is 1 at the first update.
+    r"""Add Gaussian noise with a variance that falls with the step: :math:`\eta / t^\gamma`, where t is 1 at the first update.
 
     The noise of an element depends on the optimizer's seed, the update, the place in the chain and the element's index in the model: it is
     the same on one process and on shards, and after a resume. It is made in float64 and then rounded (Box and Muller 1958); its greatest
@@ -119,7 +119,7 @@ class NormalizeByGlobalNorm(Elementwise):
     """Divide all updates by their joint Euclidean norm, over everything that shares the step: optax's ``normalize_by_update_norm``.
 
     Args:
-        scale: Norm of what is returned; above zero.
+        scale: Norm of the result; above zero.
         eps: Added to the norm, at least zero. Updates that are all zero stay zero if it is above zero.
 
     Raises:
@@ -136,7 +136,7 @@ class NormalizeByGlobalNorm(Elementwise):
 
     @property
     def reduces(self) -> bool:
-        """It asks for the norm of all updates."""
+        """True: it requests the norm of all updates."""
         return True
 
     def init(self, params: P) -> Empty:

@@ -1,4 +1,4 @@
-"""D-Adaptation: Adam whose step size is estimated from how gradients agree with their sum."""
+"""D-Adaptation: Adam with a step size that is estimated from how gradients agree with their sum."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class DAdaptAdam(Elementwise):
         d_{t+1} = \max\left(d_t, \min\left(\frac{r_t}{(1-\sqrt{\beta_2}) \lVert s_t \rVert_1},\; \gamma d_t\right)\right)
 
     The two sums are over all parameters that share the step, on all ranks, in float64. So the parameters of one model are stepped by one
-    transform: in a ``partition``, each part has an estimate of its own. At a learning rate of zero nothing changes, and while all gradients
-    are zero no weight does.
+    transform: in a ``partition``, each part has an estimate of its own. At a learning rate of zero the state is unchanged, and while all
+    gradients are zero no weight does.
 
     Args:
         learning_rate: :math:`\eta`, a factor of the estimate, at least zero; 1, or a schedule that ends at 0.
@@ -98,7 +98,7 @@ class DAdaptAdam(Elementwise):
 
     @property
     def reduces(self) -> bool:
-        """It asks for sums over all parameters."""
+        """True: it requests sums over all parameters."""
         return True
 
     def decays(self) -> tuple[SlotDecay, ...]:

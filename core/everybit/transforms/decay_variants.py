@@ -1,4 +1,4 @@
-"""Weight decay that looks at the direction, or follows the learning rate; the plain ones are in :mod:`everybit.transforms.weight_decay`."""
+"""Weight decay that depends on the direction, or follows the learning rate; :mod:`everybit.transforms.weight_decay` has the others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AddCautiousDecay(Elementwise):
             return updates, state
 
         def decayed(u: Tensor, p: Tensor) -> Tensor:
-            # Signs, whose product neither overflows nor vanishes.
+            # Signs, since their product neither overflows nor vanishes.
             agreement = torch.sign(u) * torch.sign(p)
             agrees = agreement >= 0 if self.at_zero else agreement > 0
             if isinstance(weight_decay, Tensor):
@@ -69,7 +69,7 @@ class AddCorrectedDecay(Elementwise):
 
     Args:
         weight_decay: :math:`\lambda`, at least zero.
-        learning_rate: :math:`\eta_t`, what the learning rate of the chain is.
+        learning_rate: :math:`\eta_t`, the learning rate of the chain.
         max_learning_rate: :math:`\eta_\text{max}`, above zero.
 
     Raises:
@@ -116,7 +116,7 @@ class SubtractDecayOfMoved(Elementwise):
     Args:
         weight_decay: :math:`\lambda`, at least zero.
         learning_rate: :math:`\eta`, at least zero.
-        after: How many of the first updates decay nothing.
+        after: The number of first updates without decay.
 
     Raises:
         ValueError: A hyperparameter out of range.

@@ -1,4 +1,4 @@
-"""Dion's direction: an orthonormal update of low rank, from momentum that keeps what the rank leaves out."""
+"""Dion's direction: an orthonormal update of low rank, from momentum that keeps the rest."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class ScaleByDion(WholeTensors):
         B_t = M_{t-1} + G_t \qquad P_t = \operatorname{qr}(B_t Q_{t-1}) \qquad R_t = B_t^\top P_t \qquad
         Q_t = \frac{R_t}{\lVert R_t \rVert_\text{column}} \qquad M_t = B_t - (1-\mu) P_t R_t^\top \qquad u_t = s\, P_t Q_t^\top
 
-    One step of power iteration for each update: the approximation follows the momentum. What the rank leaves out stays in the momentum
-    and comes later (error feedback). Columns of :math:`R` that are zero give no update, and leave their column of :math:`Q` as it was. Of a
-    momentum of less rank than the approximation, the columns to spare are made of rounding where that is above ``eps``.
+    One step of power iteration for each update: the approximation follows the momentum. The error of the approximation stays in the
+    momentum and comes later (error feedback). Columns of :math:`R` that are zero give no update, and leave their column of :math:`Q` as
+    it was. Of a momentum of less rank than the approximation, the columns to spare are made of rounding where that is above ``eps``.
     :math:`Q_0` is standard normal, of the bits of the optimizer's seed and the parameter's place in the model.
 
     Args:
@@ -62,7 +62,7 @@ class ScaleByDion(WholeTensors):
         view: How a parameter becomes matrices, as for it.
 
     Raises:
-        TypeError: ``view`` is none.
+        TypeError: ``view`` is not a view.
         ValueError: A hyperparameter out of range; from ``init``, a parameter that cannot be seen so.
 
     Reference:
@@ -86,7 +86,7 @@ class ScaleByDion(WholeTensors):
         require_count("rank_divisor", self.rank_divisor, "a whole number")
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` keeps what the rank leaves out as it is; ``basis`` turns slowly where singular values are nearly equal."""
+        """``momentum`` keeps the error of the approximation; ``basis`` turns slowly where singular values are nearly equal."""
         return (SlotDecay("momentum", 1.0), SlotDecay("basis", 1.0))
 
     def periods(self) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class ScaleByDion(WholeTensors):
         return DionState(tree.zeros_like(params), tree.map(zeros, params))
 
     def update(self, updates: P, state: DionState[Any], params: P, ctx: Context = ALONE) -> tuple[P, DionState[P]]:
-        """Add to the momentum, approximate it, and take from it what is used."""
+        """Add to the momentum, approximate it, and subtract the part that is used."""
         decay, eps = at(self.decay, ctx.step, name="decay"), at(self.eps, ctx.step, name="eps")
 
         def drawn() -> Any:

@@ -27,7 +27,8 @@ class Equalize(Stateless):
         D_c = \operatorname{diag}\Bigl(\sum_i X_{ij}^2 + \epsilon\Bigr)
 
     without :math:`D_c` for rows and without :math:`D_r` for columns. Before :class:`~everybit.transforms.orthogonalize.Orthogonalize`
-    this is MuonEq, whose authors take rows; after it Muon+, where columns and rows follow one another. A matrix of zeros stays zero.
+    this is MuonEq, for which the authors take rows; after it Muon+, where columns and rows follow one another. A matrix of zeros stays
+    zero.
 
     Args:
         view: How a parameter becomes matrices; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`.
@@ -35,7 +36,7 @@ class Equalize(Stateless):
         eps: Added to the squares of lengths, at least zero; their unit. 1e-8 in MuonEq's code, 1e-7 in that of Muon+.
 
     Raises:
-        TypeError: ``view`` is none.
+        TypeError: ``view`` is not a view.
         ValueError: An argument out of range; from ``init``, a parameter that cannot be seen so.
 
     Reference:
@@ -72,10 +73,10 @@ class Equalize(Stateless):
 
 
 def require_sides(name: str, sides: object) -> None:
-    """Refuse what is not one of :data:`Sides`.
+    """Refuse a value that is not in :data:`Sides`.
 
     Raises:
-        ValueError: It is none; the message has the argument's ``name``.
+        ValueError: It is not in there; the message has the argument's ``name``.
     """
     if sides not in get_args(Sides):
         raise ValueError(f"{name}: got {sides!r}; accepted are {', '.join(map(repr, get_args(Sides)))}.")

@@ -61,8 +61,8 @@ class ScaleByKron(WholeTensors):
         start: Size of :math:`Q` before the first update, above zero.
         of_momentum: Fit the factors to :math:`m_t`; False: to the gradient.
         normalize: Divide each gradient by its norm first.
-        max_rms: The root mean square to which a direction is limited; a whitened one has about 1. None: it is not.
-        where: Which dimensions have a triangular matrix; vectors have none by default.
+        max_rms: The root mean square to which a direction is limited; a whitened direction has about 1. None: no limit.
+        where: The dimensions with a triangular matrix; vectors have no matrix by default.
 
     Raises:
         ValueError: A hyperparameter out of range, or not finite; from ``init``, a parameter that the view does not fit.

@@ -1,4 +1,4 @@
-"""Transforms that see each parameter as matrices, and what an update of a matrix is multiplied by."""
+"""Transforms that see each parameter as matrices, and the factors of a matrix's update."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def require_above_zero(name: str, value: Hyperparameter) -> None:
     """Refuse a hyperparameter that is not above zero.
 
     Raises:
-        TypeError: It is none.
+        TypeError: ``value`` is not a view.
         ValueError: It is not above zero.
     """
     require(name, value, 0.0)
@@ -77,11 +77,11 @@ class MatrixWise(WholeTensors):
     """What transforms of matrices have in common.
 
     Args:
-        view: How a parameter becomes matrices, such as :func:`everybit.heads`. None: one of two dimensions is a matrix, one of four or
+        view: The view of a parameter as matrices, such as :func:`everybit.heads`. None: two dimensions are a matrix, and four or
             five, a convolution, is flattened to ``(first, all others)``.
 
     Raises:
-        TypeError: ``view`` is none.
+        TypeError: ``view`` is not a view.
     """
 
     view: MatrixView | None = None
@@ -102,7 +102,7 @@ class MatrixWise(WholeTensors):
         """Return the view of a parameter of this shape.
 
         Raises:
-            ValueError: It is none of those that are seen as matrices without a view.
+            ValueError: It is not seen as matrices without a view.
         """
         view = self.view or view_for(shape)
         if view is None:
@@ -140,7 +140,7 @@ class Stateless(MatrixWise):
         view: How a parameter becomes matrices.
 
     Raises:
-        TypeError: ``view`` is none.
+        TypeError: ``view`` is not a view.
     """
 
     reads_weights: ClassVar[bool] = False
@@ -156,7 +156,7 @@ class ScaleByShape(Stateless):
             ``"spectral_unclamped"``: :math:`\sqrt{r/c}`; a number; a function of both.
 
     Raises:
-        TypeError: ``view`` is none.
+        TypeError: ``view`` is not a view.
         ValueError: A name of no factor; from ``init``, a parameter that cannot be seen so.
     """
 
@@ -177,7 +177,7 @@ class ScaleByShape(Stateless):
 
 
 def alone(function: Callable[..., Tensor], *batches: Tensor) -> Tensor:
-    """Apply a function of one matrix, and of what is kept for it, to each of a batch, so that no bits depend on the others."""
+    """Apply a function of a matrix and its state to each matrix of a batch, so that no bits depend on the others."""
     first = batches[0]
     if first.ndim == 2:
         return function(*batches)

@@ -66,7 +66,7 @@ class ScaleByNorMuon(MatrixWise):
         eps: :math:`\epsilon`, above zero.
 
     Raises:
-        TypeError: ``view`` is none.
+        TypeError: ``view`` is not a view.
         ValueError: An argument out of range; from ``init``, a parameter that cannot be seen so.
 
     Reference:

@@ -75,7 +75,7 @@ class ScaleByNovograd:
 
     def init(self, params: P) -> NovogradState[P]:
         """Return sums of zero, and of each tensor a square of zero."""
-        # A rank that has nothing of a tensor keeps nothing of it.
+        # A rank without elements of a tensor keeps no number for it.
         squares: Any = tree.map(lambda p: {"norm": p.new_zeros(())} if p.numel() else torch.zeros_like(p), params)
         return NovogradState(tree.zeros_like(params), squares)
 

@@ -1,4 +1,4 @@
-"""Updates whose matrices are orthogonal: what Muon makes of its momentum."""
+"""Updates with orthogonal matrices, which Muon makes of its momentum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Orthogonalize(Stateless):
-    r"""Replace each matrix of the updates by one with its singular vectors, and singular values about 1, times a factor.
+    r"""Replace each matrix of the updates by a matrix with its singular vectors, and singular values about 1, times a factor.
 
     .. math::
         U \Sigma V^\top \mapsto s\, U V^\top \qquad X_0 = \frac{M}{\lVert M \rVert_F} \qquad
@@ -36,12 +36,12 @@ class Orthogonalize(Stateless):
     A matrix of zeros stays zero.
 
     Args:
-        view: How a parameter becomes matrices, such as :func:`everybit.heads`. None: one of two dimensions is a matrix, one of four or
+        view: The view of a parameter as matrices, such as :func:`everybit.heads`. None: two dimensions are a matrix, and four or
             five, a convolution, is flattened to ``(first, all others)``. For other views of parameters with certain names there is
             :func:`everybit.partition`, or ``views=`` of :func:`everybit.muon`.
         coefficients: ``"quintic"`` (Keller Jordan's), ``"cubic"``, ``"polar_express"``, ``"deepseek"``, or triples :math:`(a_k, b_k, c_k)`
             of each step, the last of which is repeated.
-        steps: Of the iteration, at least 1; fewer than 100.
+        steps: Steps in the iteration, from 1 to 99.
         arithmetic: The dtype of the iteration.
         normalization: ``"frobenius"``: the norm is at least ``eps``. ``"polar_express"``: 1.01 times the norm, plus ``eps``.
         eps: Above zero.
@@ -50,10 +50,10 @@ class Orthogonalize(Stateless):
             a number; a function of both.
         batching: ``"alone"``: each matrix is computed by itself, so that its bits do not depend on which others there are, nor on how
             parameters are sharded. ``"together"``: the matrices of one parameter, such as its experts, go through batched products:
-            faster for many small ones, but their bits depend on how many there are.
+            faster for many small matrices, but their bits depend on how many there are.
 
     Raises:
-        TypeError: ``view`` is none.
+        TypeError: ``view`` is not a view.
         ValueError: A hyperparameter out of range; from ``init``, a parameter that cannot be seen so.
 
     Reference:

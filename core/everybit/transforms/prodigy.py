@@ -1,4 +1,4 @@
-"""Prodigy: Adam whose step size is estimated from how far the weights have come."""
+"""Prodigy: Adam with a step size that is estimated from how far the weights have come."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Prodigy(Elementwise):
     that share the step, on all ranks, in float64. So the parameters of one model are stepped by one transform: in a ``partition``, each
     part has an estimate of its own.
 
-    At a learning rate of zero nothing changes, and while all gradients are zero no weight does.
+    At a learning rate of zero the state is unchanged, and while all gradients are zero no weight moves.
 
     Args:
         learning_rate: :math:`\eta`, a factor of the estimate, at least zero; 1, or a schedule that ends at 0.
@@ -109,11 +109,11 @@ class Prodigy(Elementwise):
 
     @property
     def reduces(self) -> bool:
-        """It asks for sums over all parameters."""
+        """True: it requests sums over all parameters."""
         return True
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with ``b3``; ``start`` has to stay what it is."""
+        """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with ``b3``; ``start`` has to keep its values."""
         return (
             SlotDecay("momentum", self.b1),
             SlotDecay("variance", self.b2, squares=True),

@@ -1,4 +1,4 @@
-"""The preconditioner of RAdam: Adam whose second moment is used once enough gradients are in it."""
+"""The preconditioner of RAdam: Adam that uses its second moment once it holds enough gradients."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def rectification(b2: Scalar, step: Tensor, threshold: Scalar) -> tuple[Tensor, 
     longest = 2 / (1 - rate) - 1
     length = longest - 2 * number * rate**number / bias_correction(b2, step)
     is_trusted = length > threshold
-    # Else a root of a negative number, whose derivative would be NaN although it is not used.
+    # Otherwise a root of a negative number would have a derivative of NaN although it is not used.
     length = torch.where(is_trusted, length, longest + 5.0)
     ratio = ((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)
     return is_trusted, materialize(sqrt(torch.where(is_trusted, ratio, 1.0)))

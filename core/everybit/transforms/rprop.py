@@ -1,4 +1,4 @@
-"""Resilient backpropagation: steps whose sizes follow from the signs of the gradients alone."""
+"""Resilient backpropagation: step sizes follow from the signs of the gradients alone."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class RunningMean(Elementwise):
 
     Args:
         decay: :math:`\beta`, in [0, 1).
-        debias: Divide what is passed on by :math:`1-\beta^t`.
+        debias: Divide the result by :math:`1-\beta^t`.
         nesterov: Pass on :math:`\beta m_t + (1-\beta) u_t`, which looks a step ahead.
 
     Raises:

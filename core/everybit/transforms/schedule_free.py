@@ -50,17 +50,17 @@ class ScheduleFree(Elementwise):
         y_t = (1-\beta) z_t + \beta x_t
 
     The parameters are y, all the time: there is no mode to switch. ``eval_params`` returns x, which is
-    :math:`y + (1 - 1/\beta)(z - y)`, and changes nothing. What is stored beside the parameters is z. It takes the place of
+    :math:`y + (1 - 1/\beta)(z - y)`, and does not change the state. The slot beside the parameters is z. It takes the place of
     ``scale_by_learning_rate``; weight decay before it is decay at y, as in the authors' code.
 
     Args:
         learning_rate: :math:`\eta`, at least zero; larger than of the same optimizer with a schedule.
         b1: :math:`\beta`, in (0, 1]: how near y is to the average.
-        warmup_steps: :math:`T`, the number of updates over which the learning rate grows linearly; 0: none.
+        warmup_steps: :math:`T`, the number of updates over which the learning rate grows linearly; 0: no warmup.
         r: Shares grow with this power of the number of the update; at least zero.
         weight_lr_power: :math:`q`: shares grow with this power of the greatest learning rate so far; at least zero.
         rectified_by: Multiply :math:`\eta_t` by RAdam's rectification for second moments with this decay rate; None: do not.
-        untrusted: What to multiply by where it has none, up to a length of 4: 0, no step, as ``schedulefree`` by default, or 1.
+        untrusted: The factor where there is no rectification, up to a length of 4: 0, no step, as ``schedulefree`` by default, or 1.
 
     Raises:
         TypeError: A schedule for ``b1``, which is used where no step is counted.
@@ -121,7 +121,7 @@ class ScheduleFree(Elementwise):
         weight = step ** at(self.r, ctx.step, name="r")
         weight = weight * greatest ** at(self.weight_lr_power, ctx.step, name="weight_lr_power")
         weight_sum = state.weight_sum + weight
-        # Until there is a learning rate above zero there is nothing to average.
+        # Until there is a learning rate above zero the average is empty.
         share = materialize(torch.where(weight_sum > 0, weight / torch.where(weight_sum > 0, weight_sum, 1.0), 0.0))
         along = materialize(rate * (b1 * (1 - share) - 1))
         rate = materialize(rate)

@@ -62,7 +62,7 @@ class ScaleByShampoo(WholeTensors):
         u_t = \frac{\lVert D_t \rVert}{\lVert S_t \rVert} S_t
 
     where :math:`D_t` is the direction of the optimizer that is grafted, and hats say that the bias is corrected. The roots are those of
-    the last refresh. A tensor of more dimensions is multiplied along each. What has no matrices, such as a vector, takes
+    the last refresh. A tensor of more dimensions is multiplied along each. A parameter without matrices, such as a vector, takes
     :math:`D_t` itself, or without a graft the step of a diagonal matrix, :math:`\hat m_t / \sqrt{\hat v_t + \epsilon}`.
 
     Args:
@@ -72,7 +72,7 @@ class ScaleByShampoo(WholeTensors):
         damping: ``"root"``: as above. ``"start"``: :math:`L_0 = R_0 = \epsilon I`, as the paper.
         exponent: :math:`e`; None: 1 over twice the number of dimensions that have a matrix, 1/4 for both sides of one, 1/2 for one side.
         period: Updates between two refreshes of the roots, at least 1.
-        graft: ``"adam"``, ``"rmsprop"`` (no bias corrected), ``"adagrad"``, ``"sgd"`` (the mean itself), or ``"none"``.
+        graft: ``"adam"``, ``"rmsprop"`` (no bias corrected), ``"adagrad"``, ``"sgd"`` (the mean itself), or no graft: ``"none"``.
         graft_decay: Decay rate of the squares of ``"adam"`` and ``"rmsprop"``, in [0, 1).
         graft_eps: Added to their roots, and to that of ``"adagrad"``; unit of the gradient.
         start: The update from which the matrices are used; before it, :math:`D_t` is taken. None: with a graft the first refresh after the

@@ -67,8 +67,8 @@ class ScaleBySoap(WholeTensors):
 
     with :math:`s = t - 1`: the first update is zero, and serves to find the bases, so that no gradient is seen in a basis made of itself.
     Every ``period`` updates the columns of a basis are sorted by their eigenvalues, the squares with them, and the basis moves by a step of
-    power iteration, :math:`Q \leftarrow \operatorname{qr}(L Q)`. A tensor of more dimensions has a basis for each. What has none, such as
-    a vector, is Adam.
+    power iteration, :math:`Q \leftarrow \operatorname{qr}(L Q)`. A tensor of more dimensions has a basis for each. A parameter without,
+    such as a vector, is Adam.
 
     Args:
         b1: :math:`\beta_1`, in [0, 1).
@@ -79,9 +79,9 @@ class ScaleBySoap(WholeTensors):
         debias: Correct the bias.
         normalize: Scale each parameter's direction to a root mean square of 1; the authors advise it for periods around 100.
         correction: ``"kl"``: products of gradients are taken with the inverse of the other side's matrix between them,
-            :math:`G R^{-1} G^\top / n` and :math:`G^\top L^{-1} G / m`, in the present bases. At the first update, when there is none,
+            :math:`G R^{-1} G^\top / n` and :math:`G^\top L^{-1} G / m`, in the present bases. At the first update, without bases,
             it is the root mean square of the gradient's elements times the identity.
-        least_eigenvalue: Of the matrices whose inverse is taken; above zero.
+        least_eigenvalue: The least eigenvalue of inverted matrices; above zero.
         where: Which dimensions have a basis.
 
     Raises:

@@ -1,4 +1,4 @@
-"""StableAdamW's direction: Adam's and its decay, made smaller for tensors whose gradients outrun their second moments."""
+"""StableAdamW's direction: Adam's and its decay, made smaller for tensors with gradients that outrun their second moments."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ P = TypeVar("P")
 @tree.state
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """The state of a transform that remembers nothing."""
+    """The empty state of a transform."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class ScaleByLearningRate(Elementwise):
     """Multiply by minus the learning rate: from a direction of ascent to a step of descent.
 
     Args:
-        learning_rate: At least zero. Zero is safe: nothing is divided by it.
+        learning_rate: Non-negative. Zero is safe: it is not a divisor.
     """
 
     reads_weights: ClassVar[bool] = False
@@ -119,7 +119,7 @@ class Clip(Elementwise):
     """Limit every element to [-limit, limit].
 
     Args:
-        limit: At least zero; same unit as the updates.
+        limit: Non-negative; same unit as the updates.
     """
 
     reads_weights: ClassVar[bool] = False
@@ -146,7 +146,7 @@ class ClipByGlobalNorm(Elementwise):
     As ``torch.nn.utils.clip_grad_norm_``, without its 1e-6 in the denominator.
 
     Args:
-        limit: At least zero; same unit as the updates.
+        limit: Non-negative; same unit as the updates.
     """
 
     reads_weights: ClassVar[bool] = False
@@ -159,7 +159,7 @@ class ClipByGlobalNorm(Elementwise):
 
     @property
     def reduces(self) -> bool:
-        """It asks for the norm of all gradients."""
+        """True: it requests the norm of all gradients."""
         return True
 
     def init(self, params: P) -> Empty:
@@ -173,7 +173,7 @@ class ClipByGlobalNorm(Elementwise):
         def clipped(square: Tensor) -> tuple[P, Empty]:
             # In float64: with a limit that is a float64 tensor a float32 norm would be compared and divided otherwise.
             norm = sqrt(square)
-            # Compared rather than divided first: a zero norm divides nothing.
+            # Compared rather than divided first, since the norm may be zero.
             factor = materialize(torch.where(norm > limit, limit / norm, 1.0))
             return tree.elementwise(lambda u: u * factor, updates), state
 

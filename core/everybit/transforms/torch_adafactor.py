@@ -60,7 +60,7 @@ class ScaleByTorchAdafactor(WholeTensors):
         eps1: :math:`\epsilon_1`, at least zero; None: the spacing of the compute dtype at 1, which is torch's default for a float32 or
             float64 model. torch takes that of the model's dtype.
         eps2: :math:`\epsilon_2`, at least zero: the least root mean square of weights that a step is relative to.
-        d: At least 1: the root mean square above which an update is scaled down.
+        d: The root mean square above which an update is scaled down; at least 1.
         weight_decay: :math:`\lambda`, at least zero.
 
     Raises:

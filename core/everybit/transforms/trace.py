@@ -1,4 +1,4 @@
-"""Momentum: a decaying sum of what has come in."""
+"""Momentum: a decaying sum of updates."""
 
 from __future__ import annotations
 

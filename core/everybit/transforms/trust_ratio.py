@@ -16,7 +16,7 @@ P = TypeVar("P")
 
 
 class _PerTensor(Elementwise):
-    """A transform that asks for numbers of each whole parameter, and may be cut anywhere all the same."""
+    """Base class of transforms that request numbers of each whole parameter, and may be cut anywhere all the same."""
 
     __slots__ = ()
     per_tensor: ClassVar[bool] = True
@@ -38,11 +38,11 @@ class ScaleByTrustRatio(_PerTensor):
     .. math::
         u \leftarrow u \min\left(\frac{c \lVert p \rVert}{\lVert u \rVert + \epsilon},\; \rho\right)
 
-    The ratio is 1 if one of the norms is zero. Norms are of whole parameters, in float64, wherever their pieces are.
+    The ratio is 1 if either norm is zero. Norms are of whole parameters, in float64, wherever their pieces are.
 
     Args:
         coefficient: :math:`c`, at least zero.
-        eps: Added to the norm of the update, whose unit it has; at least zero.
+        eps: Added to the norm of the update, in its unit; non-negative.
         max_ratio: :math:`\rho`, at least zero; 1 for LAMBC. None: no limit.
 
     Raises:
@@ -87,13 +87,13 @@ class ScaleByLars(_PerTensor):
     .. math::
         u = (g + \lambda p)\, \frac{c \lVert p \rVert}{\lVert g \rVert + \lambda \lVert p \rVert + \epsilon}
 
-    The ratio is 1 if one of the norms is zero. It is the paper's and timm's; optax takes the norm of the sum,
+    The ratio is 1 if either norm is zero. It is the paper's and timm's; optax takes the norm of the sum,
     :math:`\lVert g + \lambda p \rVert`: ``chain(add_decayed_weights(...), scale_by_trust_ratio(...))``.
 
     Args:
         weight_decay: :math:`\lambda`, at least zero.
         coefficient: :math:`c`, at least zero.
-        eps: Added to the norms, whose unit it has; at least zero.
+        eps: Added to the norms, in their unit; non-negative.
 
     Raises:
         ValueError: A hyperparameter out of range, or not finite.

@@ -30,7 +30,7 @@ class ReduceVariance(Elementwise):
         c_t = g_t + \gamma \frac{\beta}{1-\beta} (g_t - g_{t-1}) \qquad
         u_t = c_t / \max(1, \lVert c_t \rVert / \rho)
 
-    The gradient before is that of the batch before (MARS-approx). There is none at the first update, where :math:`c_1 = g_1`.
+    The gradient before is that of the batch before (MARS-approx). The first update has :math:`c_1 = g_1`.
 
     Args:
         gamma: :math:`\gamma`, at least zero.

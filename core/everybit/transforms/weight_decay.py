@@ -1,4 +1,4 @@
-"""Weight decay, in the two ways that are called decoupled, and in the one that is not."""
+"""Weight decay, in the two ways that are called decoupled, and in the coupled way."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SubtractDecayedWeights(Elementwise):
     r"""Subtract :math:`\lambda s_t p` from the updates, after the learning rate is applied: fully decoupled decay.
 
     The learning rate scales the decay only by how far its schedule has come, :math:`s_t = \eta_t / \eta_\text{max}`, so that tuning
-    the one does not detune the other (Loshchilov & Hutter 2019, section 2; Schaipp 2024, https://fabian-sp.github.io/posts/2024/02/decoupling/).
+    tuning either does not detune the other (Loshchilov & Hutter 2019, section 2; Schaipp 2024, https://fabian-sp.github.io/posts/2024/02/decoupling/).
 
     Args:
         weight_decay: :math:`\lambda`, at least zero; typically 1e-5 to 1e-4.
@@ -112,7 +112,7 @@ def not_norm_or_bias(path: str, parameter: Tensor) -> bool:
 
     Args:
         path: As :func:`everybit.tree.paths` writes it. The last name decides: one of its words, separated by underscores, is ``bias``.
-        parameter: Of any shape; its values are not looked at.
+        parameter: A parameter of any shape; its values are not read.
 
     Examples:
         >>> import everybit as eb

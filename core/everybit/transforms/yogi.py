@@ -63,7 +63,7 @@ class ScaleByYogi(Elementwise):
         require("initial_square", self.initial_square, 0.0, schedule=False)
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``b1``; ``variance`` is a sum, whose terms are small beside it."""
+        """``momentum`` decays with ``b1``; ``variance`` is a sum, with terms that are small beside it."""
         return SlotDecay("momentum", self.b1), SlotDecay("variance", 1.0, squares=True)
 
     def init(self, params: P) -> YogiState[P]:

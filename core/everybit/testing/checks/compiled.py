@@ -18,7 +18,7 @@ from everybit.testing.examples import assert_close, assert_same_bits, example_gr
 
 
 def check_no_recompilation(build: Build, *, steps: int = 100) -> None:
-    """One compilation serves a run whose learning rate follows a schedule and a tensor that is written to between steps."""
+    """Check that one compilation serves a run with a scheduled learning rate and a tensor that is written to between steps."""
     compilations = 0
 
     def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
@@ -61,15 +61,15 @@ def check_compiled_equals_eager(
     """Compiled with default options a step gives eager code's bits, parameters and state, step after step.
 
     Args:
-        build: From a learning rate to a transform.
+        build: A function from a learning rate to a transform.
         policy: How parameters and state are stored.
-        dtype: Of the parameters.
+        dtype: The dtype of the parameters.
         params: What to step; None: a matrix, a vector and a number.
         inlined: Compile a training step that takes loss and gradients itself, as a user's would. Its loss has gradients that are
             exact in every dtype, so that what differs is the optimizer's doing.
         steps: How many.
         seed: The seed of stochastic rounding.
-        options: Of ``torch.compile``, in the place of the default ones, under which code for a GPU rounds otherwise than eager code.
+        options: Options of ``torch.compile``, in the place of the default, which rounds otherwise than eager code on a GPU.
     """
     optimizer = with_policy(build(warmup_cosine_decay_schedule(LEARNING_RATE, 1, steps=8)), policy, seed=seed)
     if params is None:
@@ -103,7 +103,7 @@ def check_compiled_equals_eager(
 
 def _traced(compiled: Callable[..., Any], *args: Any) -> Any:
     """Call compiled code, and say so if the compiler could not take it whole."""
-    # Takes a while to import, and checks that compile nothing do not need it.
+    # Takes a while to import, and most checks do not compile.
     from torch._dynamo.exc import TorchDynamoException
 
     try:

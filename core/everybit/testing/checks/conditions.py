@@ -21,7 +21,7 @@ LEARNING_RATE = 0.05
 Stored = tuple[tuple[torch.dtype, Policy], ...]
 """Dtypes of parameters, each with a policy that stores them."""
 
-# What a stored step is tried under: all exact, and all that is lossy or random.
+# The policies of stored steps: all exact, all lossy, and all random.
 STORED: Stored = (
     (torch.float32, policies.FP32),
     (torch.bfloat16, policies.LEAN_BF16),

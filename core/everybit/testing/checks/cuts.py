@@ -34,9 +34,9 @@ def check_flat_equals_tree(build: Build) -> None:
 
 
 def check_cut(build: Build) -> None:
-    """``cut`` and ``reduces`` are what they may be, and if the transform does not reduce, no tensor's update depends on another's gradient.
+    """Check the values of ``cut`` and ``reduces``. Without ``reduces``, no tensor's update may depend on another's gradient.
 
-    That what they promise about cuts is true is :func:`everybit.testing.check_shards_equal_whole`.
+    :func:`everybit.testing.check_shards_equal_whole` checks that promises about cuts are kept.
     """
     promised: Any = build(LEARNING_RATE)
     if promised.cut not in ("element", "tensor"):
@@ -48,7 +48,7 @@ def check_cut(build: Build) -> None:
 
 
 def promises(transform: Transform[Any]) -> str:
-    """Describe what a transform declares of itself, for messages."""
+    """Describe the promises of a transform, for messages."""
     return f"cut {transform.cut!r}{' and reduces' if transform.reduces else ''}"
 
 

@@ -15,7 +15,7 @@ from everybit.testing.examples import assert_same_kind, example_grads, example_p
 
 
 def check_meta_init(build: Build) -> None:
-    """``init`` on meta tensors allocates nothing and tells shapes and dtypes as the real one gives them."""
+    """Check that ``init`` on meta tensors allocates no memory and gives the shapes and dtypes of the real one."""
     for dtype, policy in STORED:
         optimizer, params = with_policy(build(LEARNING_RATE), policy), example_params(dtype)
         shadow = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
@@ -28,7 +28,7 @@ def check_meta_init(build: Build) -> None:
 
 
 def check_no_wait(build: Build) -> None:
-    """A step never asks the device for a value: it works on meta tensors, which have none."""
+    """Check that a step never reads a value from the device: it works on meta tensors, which have no values."""
     for dtype, policy in STORED:
         optimizer, params = with_policy(build(LEARNING_RATE), policy), example_params(dtype)
         grads, state = example_grads(params, 1), optimizer.init(params)

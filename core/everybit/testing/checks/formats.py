@@ -1,4 +1,4 @@
-"""The promises of a number format, one of your own above all."""
+"""The promises of a number format, for formats of your own."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COMPUTE: ComputeDType = "float32"
 
 
 def check_format(format: Format) -> None:
-    """A format is a pure pair of functions, whose parts are those it describes, in pieces and compiled as well as whole.
+    """Check that a format is a pure pair of functions, with parts as described, in pieces and compiled as well as whole.
 
     It is tried for both kinds of slots, and for parameters of each 16-bit dtype that it accepts, on values from 1e-8 to 1e4 and zeros:
 
-    * The parts have the dtypes and shapes of ``parts()``, decoding gives a value of the same shape in the compute dtype, and what is finite
-      and not large is finite when it is decoded.
-    * Encoding twice with one key gives the same bits, and writes to nothing.
+    * The parts have the dtypes and shapes of ``parts()``, decoding gives a value of the same shape in the compute dtype, and a value that
+      is finite and not large is finite when it is decoded.
+    * Encoding twice with one key gives the same bits, and writes to no argument.
     * Runs of elements that begin at multiples of every part's ``block`` have the parts of the whole.
     * Compiled with default options it gives eager code's bits, for whole blocks.
     * It is a value: equal to a copy, with the same hash.

@@ -20,7 +20,7 @@ from everybit.testing.examples import assert_close, example_grads, example_param
 def check_vmap(build: Build) -> None:
     """``torch.func.vmap`` over a population, each member with its own learning rate, is the loop over the population.
 
-    To 1e-12 of the greatest magnitude in float64 (batched code may take powers from another library), and to 1e-6 in float32.
+    The bound is 1e-12 of the greatest magnitude in float64, since batched code may take powers from another library, and 1e-6 in float32.
     """
 
     def step(rate: Tensor, params: Any, sequence: list[Any], policy: Policy) -> Any:
@@ -28,7 +28,7 @@ def check_vmap(build: Build) -> None:
         state = optimizer.init(params)
         for grads in sequence:
             params, state = optimizer.step(params, grads, state)
-        # Not the compensation by itself, whose unit is the last place of a float32 weight: the weights have it.
+        # Not the compensation by itself, with a float32 weight's last place as its unit: the weights have it.
         return optimizer.export_fp32(params, state), state.step, state.inner
 
     def update(rate: Tensor, params: Any, sequence: list[Any], _policy: Policy) -> Any:

@@ -17,8 +17,8 @@ from everybit.testing.examples import assert_same_bits, example_grads, example_p
 def check_hyperparameters_are_data(build: Build, stored: Stored = STORED) -> None:
     """A hyperparameter may be a 0-d tensor wherever its field accepts one: the same bits as with the number, and no look at its value.
 
-    That is how compiled steps get hyperparameters, so that another value is no other code. A transform may take a number for what it is,
-    and skip what a zero makes superfluous, as long as the tensor zero gives the same bits.
+    Compiled steps get hyperparameters so, and another value needs no other code. A transform may use a number as a constant,
+    and skip operations for a zero, as long as the tensor zero gives the same bits.
     """
     numbers = build(LEARNING_RATE)
     for value in (None, 0.0):

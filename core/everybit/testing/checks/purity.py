@@ -1,4 +1,4 @@
-"""A step changes nothing that is passed in, and what it returns keeps its kind."""
+"""A step changes no argument, and its results keep the kinds of its arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everybit.testing.examples import assert_same_bits, assert_same_kind, exampl
 
 
 def check_pure(build: Build) -> None:
-    """Check that a call changes none of its inputs, returns memory of its own, and gives the same bits when it is repeated.
+    """Check that a call changes no argument, returns memory of its own, and gives the same bits when it is repeated.
 
     A transform may hand on the updates it was given; its state, and all that an optimizer returns, is fresh.
     """

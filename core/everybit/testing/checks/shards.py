@@ -29,11 +29,11 @@ def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
 
     The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors: one for each tensor. Of a transform
     without masks and labels that requests no numbers of each parameter they are then one for each piece, as in a flat buffer. A transform
-    whose cut is ``"tensor"``, or that of a part of it, gets whole tensors, each on a rank of its own. One rank has nothing, and one has a
-    copy of what another rank counts. Masks and labels that are functions are asked of the whole parameters. Under a policy with one number
+    with cut ``"tensor"``, or with a part of that cut, gets whole tensors, each on a rank of its own. One rank is empty, and another has a
+    copy of elements that a third rank counts. Masks and labels that are functions see the whole parameters. Under a policy with one number
     for a block of elements, which no piece may cut, the pieces are whole parameters.
 
-    Ranks share the requests of a transform, and nothing else: all make the same ones, in the same order. The contribution of the whole
+    Ranks share only the requests of a transform: all make the same requests, in the same order. The contribution of the whole
     to a reduction is that of its pieces together, a maximum exactly, and a sum to the rounding of another order of addition; pieces and
     whole then go on with the same number.
     """
@@ -91,7 +91,7 @@ def _require_same_bits(pieces: list[tuple[Any, OptimizerState[Any]]], whole: tup
 
 
 def _shared(state: OptimizerState[Any]) -> list[Tensor]:
-    """List what a state holds beside its slots, counters and estimates, which is the same on all ranks."""
+    """List the entries of a state other than slots, counters and estimates, which are the same on all ranks."""
     return [state.step, *tree.leaves(tree.map_slots(lambda _name, _slot: None, state.inner))]
 
 
@@ -101,9 +101,9 @@ class _Piece(NamedTuple):
     Attributes:
         start: First element.
         stop: One past the last.
-        flat: Whether tensors are vectors here, of what the rank has of them; else they are whole or empty.
-        joined: Whether what the rank has of all tensors is one vector.
-        counted: Whether this rank is the one that contributes these elements to reductions.
+        flat: Whether tensors are vectors here, of the rank's elements; otherwise they are whole or empty.
+        joined: Whether the rank's elements of all tensors are one vector.
+        counted: Whether this rank contributes these elements to reductions.
     """
 
     start: int
@@ -118,7 +118,7 @@ class _Piece(NamedTuple):
         for leaf in tree.leaves(values):
             first, last = (min(max(edge - position, 0), leaf.numel()) for edge in (self.start, self.stop))
             whole = last - first == leaf.numel() and not self.flat
-            # Of a matrix that another rank has, this one has a matrix without elements, as on FSDP2.
+            # A matrix of another rank is a matrix without elements here, as on FSDP2.
             none = leaf.new_empty((0,) * max(leaf.ndim, 1)) if not self.flat else leaf.reshape(-1)[first:last].clone()
             found.append(leaf.clone() if whole else none)
             position += leaf.numel()
@@ -172,7 +172,7 @@ def _step_together(
             raise AssertionError(
                 f"{what}: requests numbers of each parameter; promised is per_tensor: ClassVar[bool] = True of a transform that does."
             )
-        # What a copy contributes another rank has contributed: of a sum nothing, and a maximum stays what it is.
+        # Another rank has contributed the copy's elements: to a sum the copy adds zero, and a maximum stays as it is.
         partials: list[tuple[Kind, Tensor]] = [
             (one.kind, one.partial() if rank.piece.counted or one.kind == "max" else torch.zeros_like(one.partial()))
             for one, rank in zip(results, ranks, strict=True)

@@ -64,6 +64,13 @@ def test_every_decision_begins_with_its_number() -> None:
     assert len({page.name[:4] for page in pages}) == len(pages)
 
 
+def test_the_map_of_the_tests_names_files_that_exist() -> None:
+    named = re.findall(r"`(tests/[a-z_/.]+)`|`(test_[a-z_]+\.py)`", (ROOT / "docs/contributing/tests.md").read_text())
+    assert len(named) > 40
+    files = {path.name for path in ROOT.glob("tests/**/test_*.py")}
+    assert [whole or name for whole, name in named if not ((ROOT / whole).exists() if whole else name in files)] == []
+
+
 def test_the_readme_is_one_screen_after_another_and_not_many() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

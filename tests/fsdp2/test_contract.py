@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -513,3 +514,28 @@ def test_ranks_that_differ_are_told_so() -> None:
 
 def with_seed_of_rank() -> None:
     FlatStepper(Cells(torch.float32), ADAMW, seed=dist.get_rank(), **FSDP2)
+
+
+# -- process groups that are made anew ------------------------------------------------------------------------------------------------
+
+
+def trained_before_and_after(store: str) -> list[Weights]:
+    rank, found = dist.get_rank(), []
+    for _ in range(3):
+        dist.new_group()  # so that the groups of the second time have other names
+    for again in (False, True):
+        if again:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        model = Cells(torch.float32)
+        stepper = FlatStepper(model, eb.soap(0.03), mesh=mesh_of((2, 1)), outer="optim", **FSDP2)
+        train(stepper, model, range(2), 2)
+        found.append(weights_of(model))
+        stepper.close()
+    return found
+
+
+def test_a_process_may_destroy_its_groups_and_train_again(tmp_path: Path) -> None:
+    """Torch keeps meshes in caches, and gives them back for equal ones, with the groups of then."""
+    for before, after in run(2, trained_before_and_after, str(tmp_path / "store")):
+        assert equal(before, after)

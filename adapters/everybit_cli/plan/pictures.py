@@ -37,7 +37,7 @@ def draw(path: Path, rows: Sequence[Planned], *, title: str, budget: int | None 
         title: Over it.
         budget: Bytes at which a line is drawn; None: no line.
     """
-    strategies = tuple(dict.fromkeys(row.strategy for row in rows))
+    strategies: tuple[Strategy, ...] = tuple(dict.fromkeys(row.strategy for row in rows))
     figure = Figure(figsize=(12, 1.2 + len(strategies) * 0.7 + 0.36 * len(rows)), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=9, x=0.01, horizontalalignment="left", wrap=True)
     panels = figure.subplots(len(strategies), squeeze=False)[:, 0]

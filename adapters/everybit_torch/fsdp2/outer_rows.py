@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 
 import torch
@@ -12,6 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from everybit_torch.collectives import Communicator, all_reduce_into, as_sent, divide, reduce_scatter_into
 from everybit_torch.dtensors import local, row_edges
 from everybit_torch.fsdp2.main_gradients import MainGradient
+
+# In the names of meshes: torch's caches give back an earlier mesh that compares equal, and with it process groups that may be gone.
+_MESHES = itertools.count()
 
 
 class OuterRows:
@@ -46,9 +50,11 @@ class OuterRows:
         self.stepped: dict[str, nn.Parameter] = dict(parameters)
         if is_cut:
             groups = [mesh.get_group(1), mesh.get_group(0)]
+            number = next(_MESHES)
             both = DeviceMesh.from_group(
-                groups, mesh.device_type, mesh=mesh.mesh.T.contiguous(), mesh_dim_names=("inner", "outer")
-            )
+                groups, mesh.device_type, mesh=mesh.mesh.T.contiguous(),
+                mesh_dim_names=(f"inner{number}", f"outer{number}"),
+            )  # fmt: skip
             self.stepped = {name: self._part_of(p, both) for name, p in parameters.items()}
 
     def _part_of(self, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

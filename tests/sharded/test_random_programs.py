@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.random_programs import alone, drawn, on_ranks
+from tests.support.random_programs import Program, alone, drawn, on_ranks
 from tests.support.ranks import run
 
 TOGETHER = 12
@@ -20,7 +20,15 @@ GROUPS = 12
     "group", [pytest.param(group, marks=() if group == 0 else pytest.mark.exhaustive) for group in range(GROUPS)]
 )
 def test_a_random_program_has_the_bits_of_one_process(ranks: int, group: int) -> None:
-    programs = [drawn(1000 * ranks + TOGETHER * group + number, ranks) for number in range(TOGETHER)]
+    holds([drawn(1000 * ranks + TOGETHER * group + number, ranks) for number in range(TOGETHER)], ranks)
+
+
+def test_a_program_that_once_failed() -> None:
+    """A mask outside of which a block has gaps: its request has no elements there."""
+    holds([drawn(1108, 1)], 1)
+
+
+def holds(programs: list[Program], ranks: int) -> None:
     every = run(ranks, on_ranks, programs)
     for number, program in enumerate(programs):
         weights, norms = alone(program)

@@ -110,7 +110,10 @@ FirstElement = int | Tensor | Blocks | Scattered
 
 def without_gaps(first: FirstElement, values: P) -> P:
     """Return a tree of one vector with zeros in its gaps, or any other tree as it is."""
-    return tree.map(first.filled, values) if isinstance(first, Blocks) else values
+    if not isinstance(first, Blocks):
+        return values
+    # A mask that leaves the vector out makes its requests of vectors without elements.
+    return tree.map(lambda x: first.filled(x) if x.numel() else x, values)
 
 
 def first_of_whole(first: FirstElement) -> int | Tensor:

@@ -1,4 +1,4 @@
-"""Time of a compiled step of ``everybit_torch.AdamW`` over torch's fused AdamW of float32, for models of few long and many short tensors.
+"""Time of a step of ``everybit_torch.AdamW``, compiled or not, over torch's fused AdamW of float32, for few long and many short tensors.
 
     python benchmarks/torch_step.py --threads 2 --out benchmarks/results/torch-step-cpu.json
 
@@ -38,14 +38,14 @@ MODELS: dict[str, Shapes] = {
 }
 
 
-def measured(shapes: Shapes, policy: eb.Policy, steps: int) -> dict[str, float]:
+def measured(shapes: Shapes, policy: eb.Policy, steps: int, *, compile: bool = True) -> dict[str, float]:
     """Milliseconds of a step of both, the ratio, and seconds of our first step."""
     dtype = torch.float32 if policy is eb.policies.FP32 else torch.bfloat16
     theirs, ours = ([torch.nn.Parameter((torch.randn(s) * 0.02).to(d)) for s in shapes] for d in (torch.float32, dtype))
     for parameter in (*theirs, *ours):
         parameter.grad = torch.full_like(parameter, 0.01)
     fused = torch.optim.AdamW(theirs, fused=True)
-    everybit = AdamW(ours, policy=policy, compile=True)
+    everybit = AdamW(ours, policy=policy, compile=compile)
     started = time.perf_counter()
     everybit.step()
     first = time.perf_counter() - started
@@ -65,13 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--uncompiled", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     rows = []
     for name, shapes in MODELS.items():
         for policy in ("FP32", "LEAN_BF16"):
-            row = measured(shapes, eb.policies.PRESETS[policy], given.steps)
+            row = measured(shapes, eb.policies.PRESETS[policy], given.steps, compile=not given.uncompiled)
             print(
                 f"{name}, {policy}: {row['ratio']:.2f} of {row['torch']:.2f} ms, first step {row['first']:.1f} s",
                 flush=True,

@@ -47,7 +47,12 @@ class Blocks:
         return Blocks(self.first[blocks], self.count[blocks], self.size)
 
     def filled(self, x: Tensor) -> Tensor:
-        """Return a vector of the buffer's length with zeros in its gaps, whatever is there."""
+        """Return a vector of the buffer's length with zeros in its gaps, whatever is there.
+
+        A vector without elements has no gaps: a mask that leaves a buffer out makes its requests of such vectors.
+        """
+        if not x.numel():
+            return x
         return torch.where(self.places(x) < self.spread(self.count), x, 0)
 
     def places(self, like: Tensor) -> Tensor:
@@ -110,10 +115,7 @@ FirstElement = int | Tensor | Blocks | Scattered
 
 def without_gaps(first: FirstElement, values: P) -> P:
     """Return a tree of one vector with zeros in its gaps, or any other tree as it is."""
-    if not isinstance(first, Blocks):
-        return values
-    # A mask that leaves the vector out makes its requests of vectors without elements.
-    return tree.map(lambda x: first.filled(x) if x.numel() else x, values)
+    return tree.map(first.filled, values) if isinstance(first, Blocks) else values
 
 
 def first_of_whole(first: FirstElement) -> int | Tensor:

@@ -13,6 +13,11 @@ CPU_TORCH ?= --extra-index-url https://download.pytorch.org/whl/cpu --index-stra
 # What `make gpu` compares with. A version that does not install is left out, and the page says so; Apex is installed by hand.
 GPU_PEERS := torch-optimi==0.3.3 torchao==0.18.0 heavyball==3.2.1 torchopt==0.7.3 bitsandbytes flashoptim
 
+# Programs that `make conformance` runs parts of, without what they depend on: their pins exclude each other.
+PROGRAMS := torchtitan==0.3.0 axolotl==0.19.0 lerobot==0.4.4 litgpt==0.5.13 ms-swift==4.6.0 nemo-automodel==0.7.0 verl==0.9.1 \
+  spmd_types==0.2.3 draccus==0.10.0 mergedeep typing-inspect mypy-extensions 'pyyaml-include<2' toml omegaconf==2.3.0 \
+  antlr4-python3-runtime==4.9.3
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test exhaustive lint types conformance gpu-codegen matrix gpu concepts docs package licenses locked lock clean
 
@@ -48,6 +53,9 @@ types: $(STAMP)  ## pyright, as in editors: the package is clean, and what mypy 
 
 conformance: $(STAMP)  ## run in other programs: Trainer, accelerate, Lightning, DDP; compare with optax (installs JAX)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,types,conformance]'
+	rm -rf $(VENV)/programs
+	@for program in $(PROGRAMS); do \
+	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/programs $$program || echo "$$program: does not install here"; done
 	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance
 
 gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check the code, write docs/gpu.md (CASES="'adamw under *'" for some)

@@ -19,6 +19,7 @@ OF_OTHERS = {
     ("names/trainer.py", "_OPTIMIZER_HANDLERS"),
     ("names/trainer.py", "_value2member_map_"),
     ("names/trainer.py", "_member_map_"),
+    ("names/trainer.py", "_member_names_"),
     ("names/trainer.py", "_name_"),
     ("names/trainer.py", "_value_"),
 }

@@ -272,6 +272,7 @@ PAGES = {
     # Only parsed: what needs a CUDA device; programs of other libraries, which `make conformance` runs.
     "docs/gpu.md": Page(setup={1: "training_step = abs"}, parsed=(2,)),
     "docs/ecosystem.md": Page(parsed=(1,)),
+    "docs/programs.md": Page(parsed=(1,)),
     "docs/sharded.md": Page(
         setup={
             1: SHARDED,

@@ -1,1 +1,1 @@
-"""Names of these optimizers in other programs, each by one import: ``names.trainer``, ``names.timm`` and ``names.lightning``."""
+"""Names of these optimizers in other programs, each by one import; a module is imported where its program is installed."""

@@ -23,6 +23,11 @@ from everybit_torch.names.optimizers import OPTIMIZERS
 _FLAGS = {"true": True, "false": False}
 
 
+def member(name: str) -> Any:
+    """Return the member of transformers' enum that a name was given."""
+    return import_module("transformers.training_args").OptimizerNames(name)
+
+
 def register() -> None:
     """Add the names to Trainer's; the import of this module does it.
 
@@ -33,7 +38,7 @@ def register() -> None:
     try:
         handlers: dict[Any, Any] = import_module("transformers.trainer_optimizer")._OPTIMIZER_HANDLERS
         names: Any = import_module("transformers.training_args").OptimizerNames
-        by_value, by_name = names._value2member_map_, names._member_map_
+        by_value, by_name, listed = names._value2member_map_, names._member_map_, names._member_names_
     except AttributeError as error:
         raise ImportError(
             "transformers: its table of optimizers is not where 5.23 has it; accepted is Trainer(optimizer_cls_and_kwargs=...)."
@@ -45,6 +50,7 @@ def register() -> None:
         member = str.__new__(names, value)
         member._name_, member._value_ = value.upper(), value
         by_value[value] = by_name[value.upper()] = member
+        listed.append(value.upper())  # transformers' parser of command lines goes through these
         handlers[member] = partial(_handler, name)
 
 

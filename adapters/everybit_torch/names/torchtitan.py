@@ -1,0 +1,73 @@
+"""torchtitan trains with these optimizers, without a change to it.
+
+    --override.imports 'everybit_torch.names.torchtitan.everybit={"policy": "LEAN_BF16"}' --training.dtype bfloat16
+
+Param groups keep their patterns, hyperparameters and names of parameters. ``optimizer_name`` of a group may be any of
+:func:`everybit.optimizers`; torchtitan's ``Adam`` and ``AdamW`` are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import derive, override
+
+from everybit_torch.creating import create
+
+
+class EverybitOptimizers(OptimizersContainer):
+    """torchtitan's container of optimizers, with everybit's in it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """torchtitan's; a class of its own says which container is built."""
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        def factory(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
+            named = []
+            for group in groups:
+                names = group.pop("param_names")
+                named.append({**group, "params": list(zip(names, group["params"], strict=True))})
+            known: Any = name.lower()
+            return create(known, named, **options)
+
+        return factory
+
+    @staticmethod
+    def _build_impl_kwargs(config: Any) -> dict[str, Any]:  # noqa: ARG004  # fused and foreach choose among torch's
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torchtitan's state dict. State is made without a step; torchtitan's way is a step that counts."""
+        self._prepare()
+        found: dict[str, Any] = super().state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torchtitan's state dict."""
+        self._prepare()
+        super().load_state_dict(state_dict)
+
+    def _prepare(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.prepare()
+
+
+@override(target=OptimizersContainer.Config, description="everybit's optimizers, under a policy")
+def everybit(config: Any, **options: Any) -> Any:
+    """Return a configuration of everybit's optimizers; ``options`` are those of :func:`everybit_torch.create`: a policy, a seed.
+
+    Raises:
+        ValueError: ``fused_opt_states_bf16``; the policy says how state is stored.
+    """
+    if config.implementation == "fused_opt_states_bf16":
+        raise ValueError(
+            "optimizer.implementation: got 'fused_opt_states_bf16'; accepted is 'fused', with a policy such as LEAN_BF16."
+        )
+    names = {group.optimizer_name for group in config.param_groups}
+    return derive(config, EverybitOptimizers.Config, optimizer_factory_kwargs_by_name=dict.fromkeys(names, options))

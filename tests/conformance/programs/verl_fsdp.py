@@ -1,0 +1,35 @@
+"""verl's ``optimizer_impl``, from the lines of a command, read by OmegaConf as Hydra does."""
+
+from absent import stand_in
+
+stand_in(
+    "ray",
+    "pyvers",
+    "tensordict",
+    "orjson",
+    "codetiming",
+    "hydra",
+    "vllm",
+    "sglang",
+    "cachetools",
+    "aiohttp",
+    "pydantic",
+)
+
+import small  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402  # after the stand-ins
+from verl.utils.config import omega_conf_to_dataclass  # noqa: E402
+from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer  # noqa: E402
+
+lines = [
+    "optimizer_impl=everybit_torch",
+    "optimizer=AdamW",
+    "lr=1e-2",
+    "betas=[0.9,0.95]",
+    "override_optimizer_config.policy=LEAN_BF16",
+]
+config = omega_conf_to_dataclass(OmegaConf.from_dotlist(lines), FSDPOptimizerConfig)
+model = small.model()
+optimizer = build_optimizer(model.parameters(), config)
+small.require_policy(optimizer)
+small.train(model, optimizer)

@@ -1,0 +1,84 @@
+"""Other people's programs take these optimizers by what is in the room ``names``; each part of a program runs in a process of its own.
+
+``make conformance`` installs the programs into a folder beside the environment, without what they depend on, since their pins exclude
+each other. A script stands in for packages that its part of the program imports and does not use.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "programs"
+INSTALLED = Path(sys.prefix) / "programs"
+SCRIPTS = {
+    "axolotl_plugin": "axolotl",
+    "le_robot": "lerobot",
+    "lit_gpt": "litgpt",
+    "ms_swift": "ms-swift",
+    "nemo_auto_model": "nemo-automodel",
+    "torch_titan": "torchtitan",
+    "verl_fsdp": "verl",
+}
+
+
+def completed(*command: str) -> str:
+    """Run Python in the folder of the scripts, and return what it printed."""
+    path = os.pathsep.join([str(HERE), str(INSTALLED)])
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_program_takes_the_optimizer(script: str) -> None:
+    if SCRIPTS[script] not in {found.name.replace("_", "-") for found in distributions(path=[str(INSTALLED)])}:
+        pytest.skip(f"{SCRIPTS[script]} is not installed in {INSTALLED}")
+    completed(str(HERE / f"{script}.py"))
+
+
+def test_trl_trains_from_its_command_line() -> None:
+    pytest.importorskip("trl")
+    assert "'loss'" in completed(str(HERE / "trl_sft.py"))
+
+
+def test_kohyas_scripts_take_a_dotted_name() -> None:
+    """sd-scripts is not on PyPI: what ``library/train_util.py`` does with its arguments, at 48d368f, lines 4862 and 5119 to 5134."""
+    sys.path.insert(0, str(HERE))
+    small = import_module("small")
+    optimizer_type, optimizer_args = "everybit_torch.AdamW", ["policy='LEAN_BF16'", "betas=(0.9, 0.95)"]
+    values = {key: ast.literal_eval(value) for key, value in (one.split("=", 1) for one in optimizer_args)}
+    *module, kind = optimizer_type.split(".")
+    model = small.model()
+    optimizer = getattr(import_module(".".join(module)), kind)(model.parameters(), lr=1e-2, **values)
+    small.require_policy(optimizer)
+    small.train(model, optimizer)
+
+
+@pytest.mark.parametrize("given", [(), ("trainer",), ("nobody", "script.py"), ("trainer", "-m")])
+def test_the_launcher_names_what_it_accepts(given: tuple[str, ...]) -> None:
+    run = import_module("everybit_torch.names.run").run
+    with pytest.raises(
+        SystemExit, match=r"run: got .*; accepted is one of lightning, timm, trainer, and then script\.py or -m module"
+    ):
+        run(given)
+
+
+def test_the_launcher_runs_a_script_as_python_does(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("value = 7\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, beside\nfrom transformers.training_args import OptimizerNames\n"
+        "print(__name__, sys.argv[1:], beside.value, OptimizerNames('everybit_adamw').value)\n"
+    )
+    pytest.importorskip("transformers")
+    found = completed("-m", "everybit_torch.names.run", "trainer", str(script), "--flag", "x")
+    assert found.strip() == "__main__ ['--flag', 'x'] 7 everybit_adamw"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from everybit_torch.any_precision import AnyPrecisionAdamW
 from everybit_torch.audit.checkpoints import audit_checkpoint
+from everybit_torch.audit.gate import Gate, LostUpdatesError
 from everybit_torch.audit.layers import Audit, LayerAudit, load_audit
 from everybit_torch.checkpoint.single_file import load_checkpoint, save_checkpoint
 from everybit_torch.creating import create
@@ -82,10 +83,12 @@ __all__ = [
     "Audit",
     "ExactReduceScatter",
     "FlatStepper",
+    "Gate",
     "GradientRelease",
     "LayerAudit",
     "Lion",
     "LoadReport",
+    "LostUpdatesError",
     "MixedPrecision",
     "Muon",
     "NAdam",

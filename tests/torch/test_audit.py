@@ -250,6 +250,6 @@ def test_what_cannot_be_audited_is_refused() -> None:
             Audit(model, theirs, every=every)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="optimizer: got 2 parameters that are not the model's"):
         Audit(model, torch.optim.SGD(nn.Linear(2, 2).parameters()))
-    Audit(model, theirs)
-    with pytest.raises(TypeError, match="step: got a closure at an audited step"):
-        theirs.step(lambda: 0.0)
+    for first in (0, True):
+        with pytest.raises(ValueError, match=r"first: got .*; accepted is a whole number, at least 1"):
+            Audit(model, theirs, first=first)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.audit.steps import After, Audited, Before, audited, nonfinite
+from everybit_torch.audit.steps import After, Audited, Before, audited, nonfinite, whole
 from everybit_torch.dtensors import is_dtensor
+from everybit_torch.optim import TorchOptimizer
 
 FORMAT = 1
 
@@ -64,12 +65,16 @@ class Audit:
 
     Args:
         model: The model, for the names of parameters.
-        optimizer: An optimizer of everybit or of ``torch.optim``, or a subclass with a ``step`` without closure. It may have schedulers.
-        every: An audit at every so many steps, beginning with the first.
+        optimizer: An optimizer of everybit or of ``torch.optim``, or a subclass. It may have schedulers. A closure has to be the first
+            thing that its ``step`` calls, and to be called once. Parameters of ``torch.optim`` may be sharded: then every rank has to
+            audit, and all have the same numbers.
+        every: An audit at every so many steps.
+        first: Number of the first audited step, counted from 1.
 
     Raises:
         TypeError: No optimizer of torch's kind, such as a ``FlatStepper``, which measures its own steps (``metrics=True``).
-        ValueError: ``every`` is below 1; a parameter of the optimizer that is not the model's, or that is sharded (a DTensor).
+        ValueError: ``every`` or ``first`` is below 1; a parameter of the optimizer that is not the model's; one of an optimizer of
+            everybit that is sharded (a DTensor).
 
     Examples:
         >>> import torch
@@ -83,11 +88,12 @@ class Audit:
         ['weight', 'bias']
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 50) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 50, first: int = 1) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer: got {type(optimizer).__name__}; accepted is a torch.optim.Optimizer.")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every: got {every!r}; accepted is a whole number, at least 1.")
+        for name, value in (("every", every), ("first", first)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: got {value!r}; accepted is a whole number, at least 1.")
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         foreign = sum(id(p) not in self._names for group in optimizer.param_groups for p in group["params"])
         if foreign:
@@ -95,12 +101,13 @@ class Audit:
                 f"optimizer: got {foreign} parameters that are not the model's; accepted is the model's optimizer."
             )
         sharded = [self._names[id(p)] for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
-        if sharded:
+        if sharded and isinstance(optimizer, TorchOptimizer):
             raise ValueError(
-                f"optimizer: got {sharded[0]!r}, which is sharded; accepted are whole parameters: audit a small model on one rank."
+                f"optimizer: got {sharded[0]!r}, which is sharded; accepted are whole parameters, and sharded ones of torch.optim: here"
+                " metrics=True measures every step."
             )
         self.layers: list[LayerAudit] = []
-        self._every = every
+        self._every, self._first = every, first
         self._step = 0
         self._audited = audited(optimizer)
         self._before: dict[Tensor, Before] = {}
@@ -122,14 +129,28 @@ class Audit:
         data = {"format": FORMAT, "kind": "everybit audit", "layers": [asdict(layer) for layer in self.layers]}
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
-    def _before_step(self, _: Any, args: Any, kwargs: Any) -> None:
+    @property
+    def step(self) -> int:
+        """The number of steps so far."""
+        return self._step
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._step += 1
-        if (self._step - 1) % self._every:
-            return
-        if any(value is not None for value in (*args[1:], *kwargs.values())):  # the first is the optimizer
-            raise TypeError(
-                "step: got a closure at an audited step; accepted is step() without one, or Audit.remove() before."
-            )
+        if self._step < self._first or (self._step - self._first) % self._every:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+        if closure is None:
+            self._look()
+            return None
+
+        def then_look() -> Any:
+            loss = closure()
+            self._look()  # the closure made the gradients
+            return loss
+
+        return (optimizer,), {**kwargs, "closure": then_look}
+
+    def _look(self) -> None:
         with torch.no_grad():
             self._before = self._audited.before()
 
@@ -180,7 +201,7 @@ def _layer(step: int, name: str, before: Before, after: After) -> LayerAudit:
     intended = before.intended
     change = after.weights.double() - before.weights.double()
     moved = intended != 0
-    meant = float(intended.square().sum())
+    meant = float(whole(intended.square().sum()))
     frozen = {}
     for key, earlier in before.state.items():
         changing = before.intended_state[key] != earlier
@@ -194,7 +215,7 @@ def _layer(step: int, name: str, before: Before, after: After) -> LayerAudit:
         before.stochastic,
         before.weights.numel(),
         _share((change == 0) & moved, moved),
-        float((change * intended).sum()) / meant if meant and math.isfinite(meant) else 1.0,
+        float(whole((change * intended).sum())) / meant if meant and math.isfinite(meant) else 1.0,
         _mended(before, moved),
         frozen,
         {key: count for key, count in found.items() if count},
@@ -208,8 +229,8 @@ def _mended(before: Before, moved: Tensor) -> float:
 
 
 def _share(some: Tensor, of: Tensor) -> float:
-    total = int(of.sum())
-    return int(some.sum()) / total if total else 0.0
+    total = int(whole(of.sum()))
+    return int(whole(some.sum())) / total if total else 0.0
 
 
 def worst(layers: Iterable[LayerAudit]) -> dict[str, LayerAudit]:

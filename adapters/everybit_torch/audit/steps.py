@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.policies import short
 from everybit.stepping.entries import WEIGHTS
+from everybit_torch.dtensors import is_dtensor
 from everybit_torch.optim import TorchOptimizer, parameters_of
 
 LOW = (torch.bfloat16, torch.float16)
@@ -203,7 +205,12 @@ def _may_stop(resolved: Any, slot: str) -> bool:
 
 def nonfinite(x: Tensor) -> int:
     """How many elements are infinite or NaN."""
-    return int((~torch.isfinite(x.detach())).sum())
+    return int(whole((x.detach().abs() < math.inf).logical_not().sum()))
+
+
+def whole(number: Tensor) -> Tensor:
+    """Return a number over all ranks that have parts of a sharded tensor. Collective for those."""
+    return number.full_tensor() if is_dtensor(number) else number
 
 
 def _of_its_shape(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:

@@ -2,9 +2,9 @@
 
     python train.py fit --optimizer EverybitAdamW --optimizer.lr 3e-4 --optimizer.policy LEAN_BF16
 
-``LightningCLI`` knows every optimizer that is imported by the name of its class; these take plain values alone.
+``LightningCLI`` knows every optimizer that is imported by the name of its class: ``EverybitMuon``, ``EverybitSoap`` and so on.
 """
 
-from everybit_torch.names.optimizers import EverybitAdamW, EverybitLion, EverybitSGD
+from everybit_torch.names.optimizers import OPTIMIZERS
 
-__all__ = ["EverybitAdamW", "EverybitLion", "EverybitSGD"]
+__all__ = ["OPTIMIZERS"]

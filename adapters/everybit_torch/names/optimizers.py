@@ -6,93 +6,14 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from everybit.optimizers import NamedOptimizer, OptimizerName, optimizers
+from everybit.optimizers import NamedOptimizer, optimizers
 from everybit.policies import PolicyName
-from everybit_torch import drop_ins
 from everybit_torch.creating import CLASSES, for_model
 from everybit_torch.hyperparameter_names import torch_defaults
 from everybit_torch.optim import Params, TorchOptimizer
 from everybit_torch.segments import Compile
-
-
-class EverybitAdamW(drop_ins.AdamW):
-    """:class:`everybit_torch.AdamW`, with the policy by name.
-
-    Args:
-        params: Parameters, or param groups.
-        lr: Learning rate, at least zero.
-        betas: Decay rates of the first and the second moment, in [0, 1).
-        eps: Added outside the root.
-        weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
-        policy: A preset's name, such as ``"LEAN_BF16"``; None for float32 and float64 models only.
-        compile: Compile the step.
-        metrics: Measure every step.
-        seed: The seed of stochastic rounding.
-
-    Raises:
-        ValueError: A name of no preset, or what :class:`everybit_torch.AdamW` refuses.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        policy: PolicyName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, policy=policy,
-            compile=compile, metrics=metrics, seed=seed,
-        )  # fmt: skip
-
-
-class EverybitLion(drop_ins.Lion):
-    """:class:`everybit_torch.Lion`, with the policy by name; see :class:`EverybitAdamW`."""
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        policy: PolicyName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            params, lr, betas, weight_decay, policy=policy,
-            compile=compile, metrics=metrics, seed=seed,
-        )  # fmt: skip
-
-
-class EverybitSGD(drop_ins.SGD):
-    """:class:`everybit_torch.SGD`, with the policy by name; see :class:`EverybitAdamW`."""
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        policy: PolicyName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            params, lr, momentum, dampening, weight_decay, nesterov, policy=policy,
-            compile=compile, metrics=metrics, seed=seed,
-        )  # fmt: skip
 
 
 def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
@@ -113,29 +34,43 @@ def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
         else:
             base.__init__(self, params, **given)
 
-    title = "Everybit" + "".join(part.capitalize() for part in entry.name.split("_"))
-    one, keyword = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY), inspect.Parameter.KEYWORD_ONLY
-    signature = inspect.Signature([one, *(inspect.Parameter(name, keyword, default=known[name]) for name in known)])
+    words = "".join(part.capitalize() for part in entry.name.split("_"))
+    title = "Everybit" + (base.__name__ if base.__name__.lower() == entry.name else words)  # AdamW, and not Adamw
+    signature = _signature(known)
     doc = (
-        f":func:`everybit.{entry.name}` as a torch optimizer, with the policy by name; see :class:`EverybitAdamW`. ``names_from`` is the"
-        " model, for parameters without names."
+        f":func:`everybit.{entry.name}` as a torch optimizer, with the policy by a preset's name. ``names_from`` is the model, for"
+        " parameters without names."
     )
     space = {"__init__": begin, "__doc__": doc, "__module__": __name__, "__signature__": signature}
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    begin.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+    begin.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     made: type[TorchOptimizer] = type(title, (base,), space)
     return made
+
+
+def _signature(known: Mapping[str, Any]) -> inspect.Signature:
+    """Return the signature of a class, with annotations by which command lines read values."""
+    parameters = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Params)]
+    for name, default in known.items():
+        kind: Any = _KINDS.get(name, type(default))
+        if isinstance(default, tuple):
+            kind = tuple[(float,) * len(default)]  # type: ignore[misc]
+        elif default is None and name not in _KINDS:
+            kind = int | float | None
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    return inspect.Signature(parameters)
 
 
 _CODE = ("mask", "labels", "view", "views", "others")
 """Arguments that are no plain values."""
 
-_SETTINGS: Mapping[str, Any] = {
-    "policy": None, "compile": "auto", "metrics": False, "seed": 0,
-}  # fmt: skip
+_SETTINGS: Mapping[str, Any] = {"policy": None, "compile": "auto", "metrics": False, "seed": 0}
+_KINDS: Mapping[str, Any] = {"policy": PolicyName | None, "compile": Compile}
 
-OPTIMIZERS: dict[str, type[TorchOptimizer]] = {"adamw": EverybitAdamW, "lion": EverybitLion, "sgd": EverybitSGD}
+OPTIMIZERS: dict[str, type[TorchOptimizer]] = {name: _generated(one) for name, one in optimizers().items()}
 """By the name that each has in ``everybit.optimizers()``."""
 
-OPTIMIZERS.update({name: _generated(one) for name, one in optimizers().items() if name not in OPTIMIZERS})
 _GENERATED = {kind.__name__: kind for kind in OPTIMIZERS.values()}
 
 
@@ -144,34 +79,3 @@ def __getattr__(name: str) -> type[TorchOptimizer]:
     if name not in _GENERATED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _GENERATED[name]
-
-
-TRAINER_NAMES: Mapping[str, OptimizerName] = {
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "ademamix": "ademamix", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop",
-    "lion_32bit": "lion", "schedule_free_adamw": "schedule_free_adamw", "schedule_free_sgd": "schedule_free_sgd",
-    "stable_adamw": "stable_adamw",
-}  # fmt: skip
-"""Trainer's own names, and ours for the same optimizer."""
-
-TIMM_NAMES: Mapping[str, tuple[OptimizerName, Mapping[str, Any]]] = {
-    "sgd": ("sgd", {"nesterov": True}),
-    "momentum": ("sgd", {}),
-    "adam": ("adam", {}),
-    "adamw": ("adamw", {}),
-    "nadam": ("nadam", {}),
-    "radam": ("radam", {}),
-    "adamax": ("adamax", {}),
-    "adadelta": ("adadelta", {}),
-    "adagrad": ("adagrad", {}),
-    "rmsprop": ("rmsprop", {}),
-    "adoptw": ("adopt", {"clip_power": 1 / 3}),
-    "lamb": ("lamb", {"max_grad_norm": 1.0, "always_adapt": False}),
-    "lambc": ("lamb", {"max_grad_norm": 1.0, "always_adapt": False, "max_ratio": 1.0}),
-    "lars": ("lars", {}),
-    "adan": ("adan", {}),
-    "adanw": ("adan", {"proximal": False}),
-    "laprop": ("laprop", {}),
-    "lion": ("lion", {}),
-    "mars": ("mars", {}),
-}
-"""timm's own names, ours for the same optimizer, and what of ours makes it timm's; where the two still differ is in docs/optimizers.md."""

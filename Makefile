@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   ?=
 CASES  ?=
+ROOM   ?=
 MATRIX ?=
 DEVICE ?= cuda
 PHASES ?=
@@ -19,7 +20,7 @@ PROGRAMS := torchtitan==0.3.0 axolotl==0.19.0 lerobot==0.4.4 litgpt==0.5.13 ms-s
   antlr4-python3-runtime==4.9.3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exhaustive lint types conformance gpu-codegen matrix gpu concepts docs package licenses locked lock clean
+.PHONY: help demo test quick exhaustive lint types conformance gpu-codegen matrix gpu concepts docs package licenses locked lock clean
 
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +37,9 @@ demo: $(STAMP)  ## train one small language model under each policy, side by sid
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+quick: $(STAMP)  ## run the first case of each test of a room (ROOM=core, torch, segments, flat, fsdp2, ...): under a minute
+	$(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/$(ROOM)
 
 exhaustive: $(STAMP)  ## run all tests, with every case of the laws that `make test` samples
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'exhaustive or not exhaustive'

@@ -1,4 +1,4 @@
-"""Where plain bfloat16 loses: the map of docs/concepts/lost_updates.md, and whether a number measured early predicts it.
+"""Where plain bfloat16 loses: the map of docs/concepts/where_bfloat16_loses.md, and whether a number measured early predicts it.
 
 .venv/bin/python benchmarks/precision_map.py --run      # trains what is not in the results yet: hours; --only tiny mini for some models
 .venv/bin/python benchmarks/precision_map.py --write    # the tables and the picture, from the results
@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 from typing import Any
 
 import torch
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import everybit as eb
 import machine
+import pages
 from everybit_cli.compare.corpus import Batches, even_windows, load_corpus
 from everybit_cli.compare.model import SIZES, ModelName
 from everybit_cli.compare.options import CompareOptions
 from everybit_cli.compare.training import PROBE_EVERY, Trainee
 
+ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "precision-map-cpu.json"
+PAGE = ROOT / "docs/concepts/where_bfloat16_loses.md"
+PICTURE = ROOT / "docs/images/precision-map.png"
 POLICIES = ("FP32", "PURE_BF16", "FLOOR_BF16", "LEAN_BF16", "LEAN_8BIT")
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 BATCH, CONTEXT, SEED = 8, 128, 11
@@ -157,6 +165,155 @@ def run_all(only: list[str]) -> None:
         print(f"  float32 {found['FP32']['loss']:.4f}  {gaps}  edq {found['PURE_BF16']['edq']}", flush=True)
 
 
+ROWS = (
+    ("tiny", 400, False), ("mini", 400, False), ("small", 400, False), ("tiny", 1600, False), ("mini", 1600, False),
+    ("tiny", 400, True), ("mini", 400, True),
+)  # fmt: skip
+PARAMETERS = {"tiny": "30K", "mini": "0.5M", "small": "3.3M"}
+NOISE = 0.003
+"""Share of the progress below which a difference is chance: two float32 runs with other seeds differ by more."""
+
+Point = dict[str, Any]
+
+
+def gap(point: Point, policy: str) -> float:
+    """Nats per byte above float32."""
+    return float(point[policy]["loss"] - point["FP32"]["loss"])
+
+
+def missed(point: Point, policy: str = "PURE_BF16") -> float:
+    """The gap as a share of what float32 gained."""
+    return float(gap(point, policy) / (point["FP32"]["start"] - point["FP32"]["loss"]))
+
+
+def of_row(points: dict[str, Point], row: tuple[str, int, bool]) -> dict[float, Point]:
+    """The points of a row by rate."""
+    keys = {rate: Case(row[0], row[1], rate, row[2]).key() for rate in RATES}  # type: ignore[arg-type]
+    return {rate: points[key] for rate, key in keys.items() if key in points}
+
+
+def title_of(row: tuple[str, int, bool]) -> str:
+    """A row's name."""
+    return f"{PARAMETERS[row[0]]}, {row[1]:,} steps, {'tuned' if row[2] else 'from scratch'}"
+
+
+def table(points: dict[str, Point]) -> str:
+    """A row for each model, steps and start: gaps of plain bfloat16 by rate, and the largest of the others."""
+    rows = []
+    for row in ROWS:
+        if found := of_row(points, row):
+            cells = [f"{gap(found[rate], 'PURE_BF16'):+.3f}" if rate in found else "" for rate in RATES]
+            steady = [point for rate, point in found.items() if rate < RATES[-1]]
+            others = [f"{max((gap(p, name) for p in steady), key=abs):+.4f}" for name in POLICIES[2:]]
+            rows.append([title_of(row), *cells, *others])
+    return pages.table(["", *(f"{rate:g}" for rate in RATES), *(f"`{name}`" for name in POLICIES[2:])], rows)
+
+
+def draw(points: dict[str, Point], path: Path) -> None:
+    """Draw a field for each point: the share of float32's progress that plain bfloat16 missed."""
+    rows = [(row, of_row(points, row)) for row in ROWS]
+    rows = [(row, found) for row, found in rows if found]
+    figure = Figure(figsize=(7.2, 0.55 * len(rows) + 1.4), layout="constrained")
+    axes = figure.subplots()
+    shares = [[missed(found[rate]) if rate in found else math.nan for rate in RATES] for _, found in rows]
+    shown = axes.imshow(
+        [[max(x, 0.001) for x in row] for row in shares], cmap="YlOrRd", norm=LogNorm(0.002, 1.0), aspect="auto"
+    )
+    for y, row in enumerate(shares):
+        for x, share in enumerate(row):
+            text = (
+                ""
+                if math.isnan(share)
+                else "chance"
+                if share < NOISE
+                else f"{share:.1%}"
+                if share < 0.1
+                else f"{share:.0%}"
+            )
+            axes.text(x, y, text, ha="center", va="center", fontsize=9, color="white" if share > 0.3 else "black")
+    axes.set_xticks(range(len(RATES)), [f"{rate:g}" for rate in RATES])
+    axes.set_yticks(range(len(rows)), [title_of(row) for row, _ in rows])
+    axes.set_xlabel("learning rate of AdamW")
+    axes.set_title("Share of float32's progress that plain bfloat16 misses", fontsize=10)
+    figure.colorbar(shown, ax=axes)
+    figure.savefig(path, dpi=150)
+
+
+def same_loss(points: dict[str, Point]) -> list[tuple[str, float, float, float]]:
+    """Find where float32 reaches the loss of plain bfloat16 at a smaller rate.
+
+    Returns:
+        The row's name, the rate of plain bfloat16, EDQ there, and float32's rate as a share of it, from a line between the logarithms of
+        the two rates around.
+    """
+    found = []
+    for row in ROWS:
+        own = of_row(points, row)
+        for rate, point in own.items():
+            loss = point["PURE_BF16"]["loss"]
+            for low, high in pairwise(sorted(own)):
+                slow, fast = own[low]["FP32"]["loss"], own[high]["FP32"]["loss"]
+                if high <= rate and fast <= loss <= slow and missed(point) > NOISE:
+                    share = (slow - loss) / (slow - fast)
+                    same = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+                    found.append((title_of(row), rate, float(point["PURE_BF16"]["edq"]), same / rate))
+    return found
+
+
+def rates_table(points: dict[str, Point]) -> str:
+    """The smaller rates of float32 with the loss of plain bfloat16."""
+    rows = [[title, f"{rate:g}", f"{edq:.2f}", f"{share:.2f}"] for title, rate, edq, share in same_loss(points)]
+    return pages.table(["", "rate of plain bfloat16", "EDQ", "float32's rate with the same loss, as a share"], rows)
+
+
+def prediction(points: dict[str, Point]) -> dict[str, Any]:
+    """Fit the logarithm of the missed share by a line on every other point, and test it on the rest; for two predictors."""
+    used = [point for _, point in sorted(points.items()) if missed(point) > NOISE]
+    fitted, tested = used[::2], used[1::2]
+    found: dict[str, Any] = {"fitted": len(fitted), "tested": len(tested)}
+    predictors: dict[str, Callable[[Point], float]] = {
+        "EDQ": lambda point: float(point["PURE_BF16"]["edq"]),
+        "half steps": lambda point: math.log(point["half_steps"]),
+    }
+    for name, of in predictors.items():
+        slope, intercept = linear_regression([of(p) for p in fitted], [math.log(missed(p)) for p in fitted])
+        errors = [abs(math.log(missed(p)) - intercept - slope * of(p)) for p in tested]
+        spread = [abs(math.log(missed(p)) - fmean(math.log(missed(q)) for q in fitted)) for p in tested]
+        found[name] = {
+            "at zero": round(math.exp(intercept), 3), "slope": round(slope, 3),
+            "median factor": round(math.exp(median(errors)), 2), "worst factor": round(math.exp(max(errors)), 2),
+            "median factor of the mean": round(math.exp(median(spread)), 2),
+        }  # fmt: skip
+    return found
+
+
+def predicted(found: dict[str, Any]) -> str:
+    """A table of the predictors."""
+    rows = [
+        [
+            name,
+            f"{found[name]['median factor']:.1f}",
+            f"{found[name]['worst factor']:.1f}",
+            f"{found[name]['median factor of the mean']:.1f}",
+        ]
+        for name in ("EDQ", "half steps")
+    ]
+    return pages.table(["predictor", "off by, median", "at worst", "the mean alone, median"], rows)
+
+
+def write() -> None:
+    """Write the tables and the picture."""
+    results = read()
+    points = results["points"]
+    results["prediction"] = prediction(points)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    pages.insert(PAGE, "map", table(points))
+    pages.insert(PAGE, "rates", rates_table(points))
+    pages.insert(PAGE, "prediction", predicted(results["prediction"]))
+    draw(points, PICTURE)
+    print(json.dumps(results["prediction"], indent=1))
+
+
 def main() -> None:
     """Run, or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,6 +324,8 @@ def main() -> None:
     if given.run:
         torch.set_num_threads(1)
         run_all(given.only)
+    if given.write:
+        write()
 
 
 if __name__ == "__main__":

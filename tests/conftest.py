@@ -22,9 +22,19 @@ settings.register_profile("everybit", deadline=None, derandomize=True)
 settings.load_profile("everybit")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--quick``: of each test the first case alone."""
+    parser.addoption("--quick", action="store_true", help="of each test run the first case alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with what mypy says, 20 seconds for all of its tests together: at the end a second worker would take some and ask again."""
     items.sort(key=lambda item: item.path.parent.name != "typing")
+    if config.getoption("--quick"):
+        kept = {(item.path, getattr(item, "originalname", item.name)): item for item in reversed(items)}.values()
+        chosen = {id(item) for item in kept}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = [item for item in items if id(item) in chosen]
 
 
 @pytest.fixture

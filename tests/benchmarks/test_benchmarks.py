@@ -238,3 +238,8 @@ def test_the_page_keeps_what_is_written_around_the_table(tmp_path: Path) -> None
         pages.insert(page, "y", "")
     battery.picture([row], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_raw_results_are_small() -> None:
+    """A clone carries them: numbers with five digits, without spaces."""
+    assert sum(path.stat().st_size for path in (Path(__file__).parents[2] / "benchmarks/results").rglob("*") if path.is_file()) <= 1_000_000

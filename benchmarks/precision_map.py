@@ -165,6 +165,16 @@ def run_all(only: list[str]) -> None:
         print(f"  float32 {found['FP32']['loss']:.4f}  {gaps}  edq {found['PURE_BF16']['edq']}", flush=True)
 
 
+EARLIER = {
+    ("mini", 1600): {1e-4: (2.0755, 0.5767, 0.10, 0.0004), 3e-4: (1.8225, 0.1475, 0.29, 0.0002), 1e-3: (1.6265, 0.0473, 0.64, 0.0006)},
+    ("small", 400): {
+        1e-4: (2.3589, 0.1221, 0.29, 0.0005), 3e-4: (2.1180, 0.0577, 0.55, -0.0009), 1e-3: (1.9240, 0.0164, 0.83, 0.0060),
+        3e-3: (2.0076, -0.0441, 0.95, -0.0527),
+    },
+}  # fmt: skip
+"""Runs of ``everybit compare`` at commit f43e53a: float32's loss; gap and EDQ of plain bfloat16; gap of ``LEAN_BF16``."""
+UNTRAINED = 5.56
+"""Loss of an untrained model, from which those began: within 0.02 of the logarithm of 256 for every size."""
 ROWS = (
     ("tiny", 400, False), ("mini", 400, False), ("small", 400, False), ("tiny", 1600, False), ("mini", 1600, False),
     ("tiny", 400, True), ("mini", 400, True),
@@ -206,33 +216,33 @@ def table(points: dict[str, Point]) -> str:
             steady = [point for rate, point in found.items() if rate < RATES[-1]]
             others = [f"{max((gap(p, name) for p in steady), key=abs):+.4f}" for name in POLICIES[2:]]
             rows.append([title_of(row), *cells, *others])
+    for (model, steps), runs in EARLIER.items():
+        cells = [f"{runs[rate][1]:+.3f}" if rate in runs else "" for rate in RATES]
+        lean = max((run[3] for rate, run in runs.items() if rate < RATES[-1]), key=abs)
+        rows.append([f"{title_of((model, steps, False))} (earlier)", *cells, "", f"{lean:+.4f}", ""])
     return pages.table(["", *(f"{rate:g}" for rate in RATES), *(f"`{name}`" for name in POLICIES[2:])], rows)
 
 
 def draw(points: dict[str, Point], path: Path) -> None:
     """Draw a field for each point: the share of float32's progress that plain bfloat16 missed."""
-    rows = [(row, of_row(points, row)) for row in ROWS]
-    rows = [(row, found) for row, found in rows if found]
-    figure = Figure(figsize=(7.2, 0.55 * len(rows) + 1.4), layout="constrained")
+    shares: dict[str, list[float]] = {}
+    for row in ROWS:
+        if found := of_row(points, row):
+            shares[title_of(row)] = [missed(found[rate]) if rate in found else math.nan for rate in RATES]
+    for (model, steps), runs in EARLIER.items():
+        own = {rate: gap / (UNTRAINED - loss) for rate, (loss, gap, _, _) in runs.items()}
+        shares[f"{title_of((model, steps, False))} (earlier)"] = [own.get(rate, math.nan) for rate in RATES]
+    figure = Figure(figsize=(7.6, 0.5 * len(shares) + 1.3), layout="constrained")
     axes = figure.subplots()
-    shares = [[missed(found[rate]) if rate in found else math.nan for rate in RATES] for _, found in rows]
-    shown = axes.imshow(
-        [[max(x, 0.001) for x in row] for row in shares], cmap="YlOrRd", norm=LogNorm(0.002, 1.0), aspect="auto"
-    )
-    for y, row in enumerate(shares):
-        for x, share in enumerate(row):
-            text = (
-                ""
-                if math.isnan(share)
-                else "chance"
-                if share < NOISE
-                else f"{share:.1%}"
-                if share < 0.1
-                else f"{share:.0%}"
-            )
+    fields = [[max(x, 0.001) for x in row] for row in shares.values()]
+    shown = axes.imshow(fields, cmap="YlOrRd", norm=LogNorm(0.002, 1.0), aspect="auto")
+    for y, row_of_shares in enumerate(shares.values()):
+        for x, share in enumerate(row_of_shares):
+            text = f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+            text = "" if math.isnan(share) else "chance" if share < NOISE else text
             axes.text(x, y, text, ha="center", va="center", fontsize=9, color="white" if share > 0.3 else "black")
     axes.set_xticks(range(len(RATES)), [f"{rate:g}" for rate in RATES])
-    axes.set_yticks(range(len(rows)), [title_of(row) for row, _ in rows])
+    axes.set_yticks(range(len(shares)), list(shares))
     axes.set_xlabel("learning rate of AdamW")
     axes.set_title("Share of float32's progress that plain bfloat16 misses", fontsize=10)
     figure.colorbar(shown, ax=axes)
@@ -276,11 +286,22 @@ def prediction(points: dict[str, Point]) -> dict[str, Any]:
         "half steps": lambda point: math.log(point["half_steps"]),
     }
     for name, of in predictors.items():
-        slope, intercept = linear_regression([of(p) for p in fitted], [math.log(missed(p)) for p in fitted])
+        # Where nothing arrives all is missed: a line through zero. A median update has no such end.
+        slope, intercept = linear_regression(
+            [of(p) for p in fitted], [math.log(missed(p)) for p in fitted], proportional=name == "EDQ"
+        )
         errors = [abs(math.log(missed(p)) - intercept - slope * of(p)) for p in tested]
         spread = [abs(math.log(missed(p)) - fmean(math.log(missed(q)) for q in fitted)) for p in tested]
+        if name == "EDQ":
+            own = [(gap / (UNTRAINED - loss), edq) for runs in EARLIER.values() for loss, gap, edq, _ in runs.values()]
+            off = [abs(math.log(share) - intercept - slope * edq) for share, edq in own if share > NOISE]
+            found["earlier"] = {
+                "tested": len(off),
+                "median factor": round(math.exp(median(off)), 2),
+                "worst factor": round(math.exp(max(off)), 2),
+            }
         found[name] = {
-            "at zero": round(math.exp(intercept), 3), "slope": round(slope, 3),
+            "at zero": round(math.exp(intercept), 4), "slope": round(slope, 3),
             "median factor": round(math.exp(median(errors)), 2), "worst factor": round(math.exp(max(errors)), 2),
             "median factor of the mean": round(math.exp(median(spread)), 2),
         }  # fmt: skip
@@ -298,6 +319,9 @@ def predicted(found: dict[str, Any]) -> str:
         ]
         for name in ("EDQ", "half steps")
     ]
+    rows.append(
+        ["EDQ, earlier runs", f"{found['earlier']['median factor']:.1f}", f"{found['earlier']['worst factor']:.1f}", ""]
+    )
     return pages.table(["predictor", "off by, median", "at worst", "the mean alone, median"], rows)
 
 

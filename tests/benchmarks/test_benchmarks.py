@@ -242,4 +242,11 @@ def test_the_page_keeps_what_is_written_around_the_table(tmp_path: Path) -> None
 
 def test_raw_results_are_small() -> None:
     """A clone carries them: numbers with five digits, without spaces."""
-    assert sum(path.stat().st_size for path in (Path(__file__).parents[2] / "benchmarks/results").rglob("*") if path.is_file()) <= 1_000_000
+    assert (
+        sum(
+            path.stat().st_size
+            for path in (Path(__file__).parents[2] / "benchmarks/results").rglob("*")
+            if path.is_file()
+        )
+        <= 1_000_000
+    )

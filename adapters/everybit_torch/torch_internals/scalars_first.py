@@ -142,10 +142,8 @@ def _move_to_front(graph: fx.Graph, scalars: dict[fx.Node, None]) -> fx.Node:
 def _pack(graph: fx.Graph, dtype: torch.dtype, users: dict[fx.Node, list[fx.Node]]) -> None:
     """Scalars as elements of one vector, which a loop on a CPU reads."""
     ready = [_call(graph, aten.unsqueeze.default, _as(graph, x, dtype), 0) for x in users]
-    packed = _call(graph, aten.cat.default, ready)
-    if len(ready) == 1:
-        # A concatenation is memory that the loop reads; of a single scalar it would be inlined.
-        packed = _call(graph, _COMPUTED, packed)
+    # A concatenation is memory that the loop reads. Of a single tensor it would be inlined, so that a single scalar is there twice.
+    packed = _call(graph, aten.cat.default, ready if len(ready) > 1 else ready * 2)
     for index, (scalar, nodes) in enumerate(users.items()):
         element = _call(graph, aten.select.int, packed, 0, index)
         for node in nodes:

@@ -69,6 +69,11 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"everybit_torch.{_LATE[name]}"), name)
 
 
+def __dir__() -> list[str]:
+    """The public names; rooms are imported by their own."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 __all__ = [
     "ASGD",
     "EXACT_OPTIONS",

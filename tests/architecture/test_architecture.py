@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.modules import module_at
 
 ROOT = Path(__file__).parents[2]
@@ -78,9 +80,11 @@ def test_a_folder_of_the_core_has_at_most_twenty_modules() -> None:
         assert len(list(folder.glob("*.py"))) <= 20 + 1 or folder.name == "transforms", folder
 
 
-def test_public_names_are_what_dir_shows() -> None:
-    everybit = importlib.import_module("everybit")
-    assert sorted(everybit.__all__) == [name for name in dir(everybit) if not name.startswith("_")]
+@pytest.mark.parametrize("name", ["everybit", "everybit.policies", "everybit.protocol", "everybit_torch"])
+def test_public_names_are_what_dir_shows(name: str) -> None:
+    face = importlib.import_module(name)
+    assert sorted(face.__all__) == [one for one in dir(face) if not one.startswith("_")]
+    assert all(hasattr(face, one) for one in face.__all__)
 
 
 def test_the_modules_classes_and_functions_of_the_walk_exist() -> None:

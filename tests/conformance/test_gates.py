@@ -47,7 +47,7 @@ def trainer_with(folder: Path, gate: Any, **arguments: Any) -> Any:
 
 def test_trainers_own_optimizer_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    gate = import_module("everybit_torch.names.trainer_gate").PrecisionGate
+    gate = import_module("everybit_torch.audit.trainer_gate").PrecisionGate
     import_module("everybit_torch.names.trainer")
     trainer_with(tmp_path, gate(after=4, every=4), optim="adamw_torch", learning_rate=1e-6).train()
     printed = capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_trainers_own_optimizer_is_watched(tmp_path: Path, capsys: pytest.Captur
 def test_lightnings_optimizers_are_watched(automatic: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lightning computes gradients in a closure, and clips them there."""
     lightning = pytest.importorskip("lightning.pytorch")
-    gate = import_module("everybit_torch.names.lightning_gate").PrecisionGate
+    gate = import_module("everybit_torch.audit.lightning_gate").PrecisionGate
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

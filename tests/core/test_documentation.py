@@ -12,7 +12,11 @@ import everybit
 import everybit_torch
 
 # Their import is what they are for; tests/conformance imports them where these programs are installed.
-FOR_OTHER_PROGRAMS = {"everybit_torch.names.trainer", "everybit_torch.names.timm"}
+PROGRAMS = ("axolotl", "lerobot", "swift", "timm", "torchtitan", "trainer")
+GATES = ("lightning_gate", "trainer_gate")
+FOR_OTHER_PROGRAMS = {f"everybit_torch.names.{name}" for name in PROGRAMS} | {
+    f"everybit_torch.audit.{name}" for name in GATES
+}
 MODULES = sorted(
     module.name
     for package in (everybit, everybit_torch)

@@ -74,3 +74,8 @@ __all__ = [
     "PolicyOrName", "Resolved", "block_of", "by_dtype", "by_label", "describe", "draws_bits", "for_dtype", "is_dense", "keep_wide",
     "native", "policies_of", "resolve", "resolve_tree", "short", "widened", "widened_param", "with_name_resolved",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """The public names; modules are imported by their own."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

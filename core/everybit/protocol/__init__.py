@@ -42,3 +42,8 @@ __all__ = [
     "is_transform", "map_hyperparameters", "map_parts", "periods", "require_cut", "require_done", "require_state",
     "require_transform", "separated", "then", "transforms_in",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """The public names; modules are imported by their own."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,4 +1,6 @@
-"""verl's ``optimizer_impl``, from the lines of a command, read by OmegaConf as Hydra does."""
+"""verl's own file of options, with the lines of a command, and its ``build_optimizer``."""
+
+from pathlib import Path
 
 from absent import stand_in
 
@@ -17,6 +19,7 @@ stand_in(
 )
 
 import small  # noqa: E402
+import verl  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402  # after the stand-ins
 from verl.utils.config import omega_conf_to_dataclass  # noqa: E402
 from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer  # noqa: E402
@@ -25,10 +28,11 @@ lines = [
     "optimizer_impl=everybit_torch",
     "optimizer=AdamW",
     "lr=1e-2",
-    "betas=[0.9,0.95]",
     "override_optimizer_config.policy=LEAN_BF16",
 ]
-config = omega_conf_to_dataclass(OmegaConf.from_dotlist(lines), FSDPOptimizerConfig)
+file = Path(verl.__file__).parent / "trainer/config/optim/fsdp.yaml"
+given = OmegaConf.merge(OmegaConf.load(file), OmegaConf.from_dotlist(lines))
+config = omega_conf_to_dataclass(given, FSDPOptimizerConfig)
 model = small.model()
 optimizer = build_optimizer(model.parameters(), config)
 small.require_policy(optimizer)

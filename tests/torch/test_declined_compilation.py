@@ -75,7 +75,7 @@ def trained(
 @pytest.mark.parametrize(
     ("make", "when"),
     [
-        (adamw, 0),
+        pytest.param(adamw, 0, marks=pytest.mark.exhaustive),
         pytest.param(adamw, 1, marks=pytest.mark.exhaustive),
         pytest.param(clipped, 0, marks=pytest.mark.exhaustive),
         (clipped, 1),

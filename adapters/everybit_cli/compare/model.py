@@ -43,11 +43,11 @@ class Linear(nn.Linear):
     def __init__(self, width: int, out: int) -> None:
         super().__init__(width, out, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to (..., out), in the dtype of ``x``."""
-        if x.is_cpu and x.dtype.itemsize == 2 and torch.backends.cpu.get_cpu_capability() in WITHOUT_BFLOAT16:
-            return functional.linear(x.float(), self.weight.float()).to(x.dtype)
-        return functional.linear(x, self.weight)
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., width) to (..., out), in the dtype of ``input``."""
+        if input.is_cpu and input.dtype.itemsize == 2 and torch.backends.cpu.get_cpu_capability() in WITHOUT_BFLOAT16:
+            return functional.linear(input.float(), self.weight.float()).to(input.dtype)
+        return functional.linear(input, self.weight)
 
 
 class Transformer(nn.Module):

@@ -29,7 +29,7 @@ class PrecisionGate(Callback):
         self._gates = [Gate(pl_module, one, say=say, **self._settings) for one in trainer.optimizers]
         self._steps = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Report, if the batch ended with a step."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step

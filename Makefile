@@ -38,7 +38,7 @@ demo: $(STAMP)  ## train one small language model under each policy, side by sid
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-quick: $(STAMP)  ## run the first case of each test of a room (ROOM=core, torch, segments, flat, fsdp2, ...): under a minute
+quick: $(STAMP)  ## run the first case of each test of a room (ROOM=core, torch, segments, flat, fsdp2, ...): about a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/$(ROOM)
 
 exhaustive: $(STAMP)  ## run all tests, with every case of the laws that `make test` samples

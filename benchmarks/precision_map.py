@@ -1,4 +1,4 @@
-"""Where plain bfloat16 loses: the map of docs/concepts/where_bfloat16_loses.md, and whether a number measured early predicts it.
+"""Where plain bfloat16 loses: the map of docs/concepts/where_bfloat16_loses.md, and whether a number predicts it.
 
 .venv/bin/python benchmarks/precision_map.py --run      # trains what is not in the results yet: hours; --only tiny mini for some models
 .venv/bin/python benchmarks/precision_map.py --write    # the tables and the picture, from the results
@@ -118,13 +118,11 @@ def run(case: Case, pretrained: Mapping[str, Mapping[str, Tensor]]) -> dict[str,
             if probed:
                 ratios.append(half_steps(before, [p.detach() for p in one.model.parameters()]))
         late = [probe for probe in one.record().probes if 2 * probe.step > case.steps]
-        early = [probe for probe in one.record().probes if probe.step <= 50]
         found[name] = {
             "loss": round(one.validate(held_out, 4 * BATCH), 5),
             "start": round(start, 5),
             "lost_share": round(fmean(probe.lost_share for probe in late), 4),
             "edq": round(fmean(probe.edq for probe in late), 4),
-            "early_edq": round(fmean(probe.edq for probe in early), 4),
         }
         if ratios:
             found["half_steps"] = round(median(ratios), 5)
@@ -191,9 +189,9 @@ def gap(point: Point, policy: str) -> float:
     return float(point[policy]["loss"] - point["FP32"]["loss"])
 
 
-def missed(point: Point, policy: str = "PURE_BF16") -> float:
-    """The gap as a share of what float32 gained."""
-    return float(gap(point, policy) / (point["FP32"]["start"] - point["FP32"]["loss"]))
+def missed(point: Point) -> float:
+    """The gap of plain bfloat16 as a share of what float32 gained."""
+    return float(gap(point, "PURE_BF16") / (point["FP32"]["start"] - point["FP32"]["loss"]))
 
 
 def of_row(points: dict[str, Point], row: tuple[str, int, bool]) -> dict[float, Point]:

@@ -11,26 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch import LostUpdatesError
+from tests.support.byte_windows import ByteWindows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-class Bytes(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """This file's own bytes, in windows."""
-
-    def __init__(self) -> None:
-        self.data = torch.tensor(list(Path(__file__).read_bytes()))
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        window = self.data[16 * index : 16 * index + 16]
-        return {"input_ids": window, "labels": window}
 
 
 def trainer_with(folder: Path, gate: Any, **arguments: Any) -> Any:
@@ -42,7 +29,7 @@ def trainer_with(folder: Path, gate: Any, **arguments: Any) -> Any:
         gradient_accumulation_steps=2, lr_scheduler_type="constant", **arguments,
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
-    return transformers.Trainer(model, args, train_dataset=Bytes(), callbacks=[gate])
+    return transformers.Trainer(model, args, train_dataset=ByteWindows(__file__), callbacks=[gate])
 
 
 def test_trainers_own_optimizer_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

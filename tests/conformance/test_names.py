@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import everybit as eb
 import everybit_torch
 from everybit_torch.names.optimizers import OPTIMIZERS
+from tests.support.byte_windows import ByteWindows
 
 PATCH = Path(__file__).parents[2] / "docs/patches/transformers-adamw_anyprecision.patch"
 
@@ -25,20 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-class Bytes(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """This file's own bytes, in windows."""
-
-    def __init__(self) -> None:
-        self.data = torch.tensor(list(Path(__file__).read_bytes()))
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        window = self.data[16 * index : 16 * index + 16]
-        return {"input_ids": window, "labels": window}
 
 
 def trained(directory: Path, **arguments: Any) -> Any:
@@ -54,7 +41,7 @@ def trained(directory: Path, **arguments: Any) -> Any:
             output_dir=str(directory), max_steps=12, per_device_train_batch_size=8, save_strategy="no", logging_steps=1, report_to=[],
             use_cpu=True, disable_tqdm=True, seed=0, **arguments,
         ),
-        train_dataset=Bytes(),
+        train_dataset=ByteWindows(__file__),
     )  # fmt: skip
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

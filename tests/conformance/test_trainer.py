@@ -12,6 +12,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
+from tests.support.byte_windows import ByteWindows
 
 transformers = pytest.importorskip("transformers")
 
@@ -20,20 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-class Bytes(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """This file's own bytes, in windows."""
-
-    def __init__(self) -> None:
-        self.data = torch.tensor(list(Path(__file__).read_bytes()))
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        window = self.data[16 * index : 16 * index + 16]
-        return {"input_ids": window, "labels": window}
 
 
 def trainer(
@@ -55,8 +42,8 @@ def trainer(
             max_grad_norm=1.0, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=0,
             eval_strategy="steps" if evaluates else "no", eval_steps=2,
         ),
-        train_dataset=Bytes(),
-        eval_dataset=Bytes() if evaluates else None,
+        train_dataset=ByteWindows(__file__),
+        eval_dataset=ByteWindows(__file__) if evaluates else None,
         optimizers=(optimizer, schedule),
     )  # fmt: skip
 

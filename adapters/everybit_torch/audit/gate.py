@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -107,6 +107,41 @@ class Gate:
         if found and self._stop:
             raise LostUpdatesError(text)
         self._say(text)
+
+
+class Gates:
+    """What the callbacks of training programs share: settings, and a gate for each optimizer.
+
+    Args:
+        after: The step that is audited, counted from 1 since training began.
+        every: Audit every so many steps after that, too; None: none.
+        stop: Raise an error where something is found.
+    """
+
+    def __init__(self, *, after: int = 50, every: int | None = None, stop: bool = False) -> None:
+        self._after, self._every, self._stop = after, every, stop
+        self._gates: list[Gate] = []
+
+    def begin(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], *, speaks: bool) -> None:
+        """Begin to watch. All ranks audit, and a rank that speaks prints reports."""
+        say = print if speaks else _nothing
+        self._gates = [
+            Gate(model, one, after=self._after, every=self._every, stop=self._stop, say=say) for one in optimizers
+        ]
+
+    def step_ended(self) -> None:
+        """Let every gate report."""
+        for gate in self._gates:
+            gate.step_ended()
+
+    def remove(self) -> None:
+        """Watch no further steps."""
+        for gate in self._gates:
+            gate.remove()
+
+
+def _nothing(_: str) -> None:
+    """Say nothing."""
 
 
 def described(layers: list[LayerAudit]) -> tuple[list[str], bool]:

@@ -53,7 +53,7 @@ def judge(layers: Sequence[LayerAudit]) -> Verdict:
         if arrives < ARRIVED:
             findings.append(
                 f"Of the movement {arrives:.0%} arrives (EDQ): in runs with as little, plain bfloat16 missed about"
-                f" {math.exp(-MISSED * arrives):.0%} of float32's progress, within a factor of two mostly."
+                f" {math.exp(-MISSED * arrives):.0%} of float32's progress, within a factor of three."
             )
             rate = f" A learning rate that was tuned so may be too large then: {arrives**RATE:.0%} of it had the same loss in such runs."
         saturated = {layer.name for layer in losing if layer.stored.startswith("Kahan")}

@@ -308,20 +308,18 @@ def shown(held: Mapping[str, Any]) -> str:
     text = ""
     if "round trips" in held:
         text += (
-            "\n**Round trip**, to nearest, of log-normal magnitudes; spread: of their natural logarithms, and of their squares, which"
-            " are the non-negative numbers, twice that\n\n"
+            "\n**Round trip**, to nearest, of log-normal magnitudes with a spread of 1 of their natural logarithms; non-negative numbers are"
+            " their squares. Other spreads, and errors of single numbers, are in the raw results\n\n"
         )
-        spreads = [f"spread {spread:g}" for spread in SPREADS]
-        columns = ["kind", "bits", "map", "of"] + [
-            f"{what}, {spread}" for spread in spreads for what in ("rms", "largest", "zeros")
-        ]
+        (spread, *_) = (f"spread {spread:g}" for spread in SPREADS)
+        columns = ["kind", "bits", "map", "of", "rms", "zeros"]
         rows = [
             [row["kind"], str(row["bits"]), row["map"], row["implementation"]]
-            + [_short(row[spread][key]) for spread in spreads for key in ("rms", "largest", "zeros")]
+            + [_short(row[spread][key]) for key in ("rms", "zeros")]
             for row in held["round trips"]["rows"]
         ]
         text += table(columns, rows)
-        text += "\nrms: of the error, over that of the numbers; largest: error of one number, over it; zeros: the share that became zero.\n"
+        text += "\nrms: of the error, over that of the numbers; zeros: the share that became zero.\n"
     if "drift" in held:
         steps = held["drift"]["steps"]
         text += f"\n**Drift** of Adam's update over {steps:,} steps against float64 (2**14 elements, betas 0.9 and 0.999)\n\n"

@@ -200,7 +200,10 @@ def _or_dash(count: int | None) -> str:
 def markdown(held: dict[str, Any]) -> str:
     """The results as a table."""
     results = [Result(**one) for one in held["results"]]
-    return table(COLUMNS, [row(one) for one in results]) + origin(held["machine"])
+    largest = max((one.elements for one in results), default=0)
+    text = "The largest size, compiled; other sizes and uncompiled steps are in the raw results.\n\n"
+    shown = [row(one) for one in results if (one.elements == largest and one.compiled) or one.failure]
+    return text + table(COLUMNS, shown or [row(one) for one in results]) + origin(held["machine"])
 
 
 def main() -> int:

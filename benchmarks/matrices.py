@@ -273,7 +273,9 @@ def main(arguments: Arguments) -> None:
         Console(width=170).print(shown)
         sizes = ", ".join(f"{name}: {n:,}" for name, n in {r.name: r.elements for r in own}.items())
         title = f"**A step** (parameters of {sizes})" if what == "step" else "**An iteration**"
-        text += f"\n{title}\n\n{table(columns, list(map(cells, own)))}"
+        most = max((r.threads for r in own), default=0)
+        shown_there = own if what == "step" else [r for r in own if r.threads == most]
+        text += f"\n{title}\n\n{table(columns, list(map(cells, shown_there)))}"
     if arguments.page is not None:
         insert(arguments.page, arguments.out.stem, text + origin(held["machine"]))
 

@@ -24,7 +24,7 @@ from everybit.protocol import decays
 
 PAGE = Path(__file__).parents[1] / "docs/optimizers.md"
 BEGIN, END = "<!-- safe policies -->\n", "<!-- end of safe policies -->\n"
-PRESETS: tuple[eb.PolicyName, ...] = ("LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16", "PURE_BF16")
+PRESETS: tuple[eb.PolicyName, ...] = ("LEAN_BF16", "FLOOR_BF16", "PURE_BF16")
 STEPS = 1000
 ELEMENTS = 1024
 ALLOWED = 1 / 7
@@ -52,9 +52,9 @@ class Found:
 
     def __str__(self) -> str:
         if math.isnan(self.deviation):
-            return ("" if self.refused is None else f"refused for `{self.refused}`; ") + "not finite, as under `FP32`"
+            return ("" if self.refused is None else f"refused for `{self.refused}`; ") + "not finite"
         share = f"{100 * self.deviation:{'.0f' if self.deviation > 0.1 else '.1g'}} %"
-        moved = f"`{self.slot}` {'moves' if self.moves else 'is off'}, {share}" if self.slot else "no state"
+        moved = (f"`{self.slot}` {share}" if self.moves else f"`{self.slot}` **{share}**") if self.slot else "no state"
         return f"refused for `{self.refused}`; {moved}" if self.refused is not None else moved
 
 

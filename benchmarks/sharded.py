@@ -325,7 +325,8 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 def markdown(results: dict[str, Any]) -> str:
     text = ""
-    for model_name in dict.fromkeys(turn["model"] for turn in results["turns"]):
+    models = list(dict.fromkeys(turn["model"] for turn in results["turns"]))
+    for model_name in [name for name in models if name != "demo"] or models:
         turns = [turn for turn in results["turns"] if turn["model"] == model_name]
 
         def median(contestant: str, key: str, turns: list[dict[str, Any]] = turns) -> float:

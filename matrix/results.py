@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -73,7 +74,10 @@ def tables(results: list[Result], areas: Iterable[str]) -> str:
         lines += ["", _line(["date", "commit", "machine", "options of pytest"]), "|" + "---|" * 4]
         lines += [_line([date, f"`{commit}`", machine, f"`{said}`"]) for date, commit, machine, said in runs]
     failures = [
-        f"- `{one.row}`, Python {one.python}: `{name}`" for one in ran if one.outcome for name in one.outcome.failures
+        f"- `{one.row}`, Python {one.python}: `{name}`" + (f" ({count} cases)" if count > 1 else "")
+        for one in ran
+        if one.outcome
+        for name, count in Counter(name.partition("[")[0] for name in one.outcome.failures).items()
     ]
     reasons = dict.fromkeys(
         f"- `{one.row}`, Python {one.python}: {one.not_run}" for one in results if one.not_run and one.outcome is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +29,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="of each test run the first case alone")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what mypy says, 20 seconds for all of its tests together: at the end a second worker would take some and ask again."""
+    """Begin with what mypy says, 20 seconds for all of its tests together: at the end a second worker would take some and ask again.
+
+    Of a test with ``@pytest.mark.sampled(n)`` every n-th case runs by default, and the others are exhaustive.
+    """
     items.sort(key=lambda item: item.path.parent.name != "typing")
+    seen: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None and item.get_closest_marker("exhaustive") is None:
+            law = (item.path, getattr(item, "originalname", item.name))
+            if seen[law] % sampled.args[0]:
+                item.add_marker(pytest.mark.exhaustive)
+            seen[law] += 1
     if config.getoption("--quick"):
         kept = {(item.path, getattr(item, "originalname", item.name)): item for item in reversed(items)}.values()
         chosen = {id(item) for item in kept}

@@ -178,6 +178,7 @@ def random_cases(path: Path, count: int, seed: int) -> list[tuple[str, Any]]:
         ("fsdp2", 2, 20),
     ],
 )
+@pytest.mark.sampled(2)
 def test_no_flipped_bit_is_loaded(tmp_path: Path, kind: Kind, size: int, count: int) -> None:
     """Written by two ranks, read by one, two and three: every flip is an error on all ranks that changes nothing, or changes no value."""
     run(2, saved, tmp_path)
@@ -213,6 +214,7 @@ def whole_or_nothing(kind: Kind, path: Path) -> list[tuple[str, str, bool]]:
 @pytest.mark.parametrize(
     ("kind", "size"), [("stepper", 3), pytest.param("stepper", 2, marks=pytest.mark.exhaustive), ("fsdp2", 3)]
 )
+@pytest.mark.sampled(2)
 def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path: Path, kind: Kind, size: int) -> None:
     """A file of one rank gone, cut off, or empty: the others could have loaded their part."""
     run(3, saved, tmp_path)

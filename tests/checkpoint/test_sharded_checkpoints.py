@@ -87,6 +87,7 @@ def resume(path: Path, strategy: Strategy, name: str, outer: OuterStrategy = "no
     ],
 )
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (1, 4))])
+@pytest.mark.sampled(2)
 def test_any_number_of_ranks_and_any_strategy_go_on_from_any_other(
     tmp_path: Path, size: int, strategy: Strategy
 ) -> None:
@@ -105,6 +106,7 @@ def test_any_number_of_ranks_and_any_strategy_go_on_from_any_other(
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("MIXED_BF16", "EXACT_BF16")),
     ],
 )
+@pytest.mark.sampled(2)
 def test_every_format_goes_through_with_its_residuals(tmp_path: Path, name: str) -> None:
     saved = run(4, save_and_go_on, tmp_path, "optim_grads_params", name)
     for weights in run(2, resume, tmp_path, "optim", name):
@@ -476,6 +478,7 @@ def fading(
 
 @pytest.mark.parametrize("partly", [False, True])
 @pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.sampled(2)
 def test_numbers_of_any_dtype_that_a_transform_keeps_go_on(tmp_path: Path, reduces: bool, partly: bool) -> None:
     saved = run(2, fading, tmp_path, reduces, "optim_grads", partly, True)
     kinds = {number.split()[0] for number in saved[0][1]}

@@ -63,7 +63,7 @@ def test_trainer_knows_the_names(name: str, tmp_path: Path) -> None:
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
     with pytest.raises(ValueError, match=r"optim_args: polcy: there is no such argument; accepted are .*policy"):
         trained(tmp_path, optim=f"everybit_{name}", optim_args="polcy=LEAN_BF16")
-    with pytest.raises(ValueError, match=r"optim_args: metrics: got 'yes'; accepted are true and false"):
+    with pytest.raises(ValueError, match=r"optim_args: metrics: got 'yes'; accepted is true or false"):
         trained(tmp_path, optim=f"everybit_{name}", optim_args="policy=LEAN_BF16, metrics=yes")
 
 
@@ -82,7 +82,9 @@ def test_trainer_knows_every_optimizer_of_the_list(tmp_path: Path) -> None:
         assert (
             import_module("transformers.training_args").OptimizerNames(f"everybit_{name}").value == f"everybit_{name}"
         )
-    with pytest.raises(ValueError, match=r"optim_args: betas: got '0.9'; accepted are 2 numbers, as in 0.9:0.95"):
+    with pytest.raises(
+        ValueError, match=r"optim_args: betas: got '0.9'; accepted is as many numbers as the default has"
+    ):
         trained(tmp_path, optim="everybit_lamb", optim_args="policy=LEAN_BF16, betas=0.9")
     with pytest.raises(ValueError, match=r"weight_decay: got 0.1 for everybit_rprop, which has none; accepted is 0"):
         trained(tmp_path, optim="everybit_rprop", optim_args="policy=LEAN_BF16", weight_decay=0.1)

@@ -82,12 +82,14 @@ def is_exhaustive(name: str, check: str) -> bool:
         for check in CHECKS
     ],
 )
+@pytest.mark.sampled(3)
 def test_registry_entry_keeps_the_promise(name: str, check: str) -> None:
     CHECKS[check](REGISTRY[name])
 
 
 @pytest.mark.parametrize("check", QUICK)
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name not in (*IN_FULL, *TWINS)])
+@pytest.mark.sampled(5)
 def test_registry_entry_keeps_the_promise_under_one_policy(name: str, check: str) -> None:
     QUICK[check](REGISTRY[name])
 
@@ -609,6 +611,7 @@ LIARS = [
 @pytest.mark.parametrize(
     ("check", "liar", "message"), LIARS, ids=[f"{check}-{liar.__name__}" for check, liar, _ in LIARS]
 )
+@pytest.mark.sampled(3)
 def test_the_battery_catches(check: str, liar: type[Liar], message: str) -> None:
     def build(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
         return CountsInPython(([0],)) if liar is CountsInPython else liar()

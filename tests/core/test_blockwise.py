@@ -50,6 +50,7 @@ def scales(format: eb.Blockwise, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("format", named(NEAREST))
+@pytest.mark.sampled(3)
 def test_levels_rise_to_one_and_every_level_is_kept_as_it_is(format: eb.Blockwise) -> None:
     levels = format.levels()
     assert bool((levels.diff() > 0).all())
@@ -281,6 +282,7 @@ def drift(format: eb.StateFormat, rate: float) -> float:
 
 @pytest.mark.parametrize("name", MAP_NAMES)
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.sampled(4)
 def test_slow_averages_stall_to_nearest_and_move_at_random(name: MapName, bits: Bits) -> None:
     """An average of 0.999 that has to fall to 0.75 of itself. 255 elements of relative noise below 1.3: the mean to within a quarter.
 

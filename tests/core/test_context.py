@@ -44,6 +44,7 @@ IN_THE_LIBRARY = ("lamb", "rms clipped", "averaged")
         for check in CHECKS
     ],
 )
+@pytest.mark.sampled(4)
 def test_an_example_keeps_the_promise(name: str, check: str) -> None:
     CHECKS[check](EXAMPLES[name])
 

@@ -83,6 +83,7 @@ def test_an_exact_float32_policy_has_finite_differences_as_its_derivative() -> N
 
 
 @pytest.mark.parametrize("name", ["LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16"])
+@pytest.mark.sampled(2)
 def test_forward_mode_and_batches_differentiate_alike(name: str) -> None:
     policy = eb.policies.PRESETS[name]
 

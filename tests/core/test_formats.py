@@ -179,6 +179,7 @@ def test_error_is_within_the_derived_bound(format: Format) -> None:
 @each_format
 @settings(max_examples=50)
 @given(x=float32s)
+@pytest.mark.sampled(2)
 def test_error_is_within_the_derived_bound_for_any_number(format: Format, x: Tensor) -> None:
     assert_kept(format, x)
 

@@ -132,6 +132,7 @@ HYPERPARAMETERS: dict[str, tuple[Any, dict[str, float]]] = {
 
 @pytest.mark.parametrize("name", HYPERPARAMETERS)
 @pytest.mark.parametrize("policy", ["FP32", "EXACT_BF16", "FP64"])
+@pytest.mark.sampled(3)
 def test_a_number_a_tensor_and_a_schedule_give_the_same_bits(name: str, policy: str) -> None:
     make, numbers = HYPERPARAMETERS[name]
     shapes: dict[str, dict[str, Any]] = {

@@ -111,6 +111,7 @@ def gradients(dtype: torch.dtype, steps: int) -> tuple[Params, list[Params]]:
 
 @pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16"])
 @pytest.mark.parametrize("make", [eb.adamw, eb.lamb, eb.schedule_free_adamw])
+@pytest.mark.sampled(3)
 def test_32_learning_rates_in_one_call_have_the_bits_of_32_runs(make: Any, policy: eb.PolicyName) -> None:
     """Under stochastic rounding each member draws its own bits, by its own seed."""
     start, sequence = gradients(torch.float32 if policy == "FP32" else torch.bfloat16, 4)

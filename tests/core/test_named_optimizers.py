@@ -70,6 +70,7 @@ def test_hyperparameters_choose_what_is_kept() -> None:
 
 @pytest.mark.parametrize("preset", POLICIES)
 @pytest.mark.parametrize("name", eb.optimizers())
+@pytest.mark.sampled(3)
 def test_bytes_are_those_of_a_state_that_is_made(name: OptimizerName, preset: eb.PolicyName) -> None:
     """The list counts on the meta device; here are tensors, of shapes of every kind, with state in parts."""
     one, policy = eb.optimizers()[name], eb.policies.PRESETS[preset]

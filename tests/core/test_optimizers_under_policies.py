@@ -27,6 +27,7 @@ def refusal(one: eb.NamedOptimizer, policy: eb.Policy) -> str | None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", eb.optimizers())
+@pytest.mark.sampled(5)
 def test_a_step_runs_or_the_slot_that_would_stop_is_named(name: eb.OptimizerName, preset: eb.PolicyName) -> None:
     one, policy = eb.optimizers()[name], eb.policies.PRESETS[preset]
     message = refusal(one, policy)

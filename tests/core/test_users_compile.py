@@ -55,6 +55,7 @@ def test_an_optimizer_may_be_built_inside_of_a_compiled_function() -> None:
         for policy in ("FP32", "LEAN_BF16", "LEAN_8BIT")
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_state_may_begin_inside_of_a_compiled_function(name: eb.OptimizerName, policy: str) -> None:
     optimizer = eb.with_policy(getattr(eb, name)(1e-3), getattr(eb.policies, policy))
     dtype = torch.float32 if policy == "FP32" else torch.bfloat16
@@ -92,6 +93,7 @@ def test_numbers_that_change_at_every_call_are_those_of_the_call(name: eb.Optimi
     torch._dynamo.reset()
 
 
+@pytest.mark.exhaustive
 def test_equal_values_of_a_state_that_begins_in_compiled_code_have_their_own_memory() -> None:
     """The compiler computes equal expressions once: two sums that begin at zero were one tensor, given out twice."""
     optimizer = eb.with_policy(eb.schedule_free_adamw(1e-3), eb.policies.FP32)

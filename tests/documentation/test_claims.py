@@ -56,6 +56,25 @@ def test_pages_about_few_bits_name_every_preset_of_few_bits(name: str) -> None:
     assert [preset for preset in presets if preset not in text] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the site's generator makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    heads = (re.sub(r"[`*]|\]\([^)]*\)", "", head) for head in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_to_pages_and_headings_that_there_are(page: Path) -> None:
+    lost = []
+    for path, anchor in re.findall(
+        r"\]\(([^)\s#:]*)(?:#([^)\s]+))?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    ):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            lost.append(f"{path}#{anchor}")
+    assert lost == []
+
+
 def test_every_decision_begins_with_its_number() -> None:
     pages = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
     assert len(pages) > 20

@@ -54,6 +54,7 @@ def part(
         ("masked", "TIGHT_BF16", ("no_shard", (2,)), ("optim", (4,))),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_run_goes_on_under_another_strategy(
     name: str, policy: str, before: tuple[Any, Any], after: tuple[Any, Any], tmp_path: Path
 ) -> None:

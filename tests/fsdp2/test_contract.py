@@ -98,6 +98,7 @@ def clipped_on_rows(order: float, shape: tuple[int, ...], outer: Any) -> tuple[f
 
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize(("shape", "outer"), [((4,), "no_shard"), ((2, 2), "no_shard"), ((2, 2), "optim")])
+@pytest.mark.sampled(3)
 def test_a_clip_measures_the_gradient_of_all_ranks_once(order: float, shape: tuple[int, ...], outer: str) -> None:
     model = Cells(torch.float32)
     stepper = FlatStepper(model, eb.sgd(0.5), strategy="no_shard", divisor=1.0)
@@ -153,6 +154,7 @@ def in_pieces(pattern: str) -> list[float]:
 
 @pytest.mark.parametrize("pattern", ["microbatch", "no_sync"])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sampled(2)
 def test_gradients_of_a_bfloat16_model_add_up_in_float32(pattern: str, ranks: int) -> None:
     """In bfloat16 256 + 1 is 256."""
     for found in run(ranks, in_pieces, pattern):
@@ -186,6 +188,7 @@ def sent(dtype: Any, reduce: Any, by_context: bool) -> tuple[Weights, str, list[
 @pytest.mark.parametrize(
     ("dtype", "reduce"), [("float16", "native"), ("bfloat16", "native"), ("bfloat16", "fp32"), ("float16", "fp32")]
 )
+@pytest.mark.sampled(3)
 def test_every_wire_has_the_bits_of_one_process_where_it_holds_the_gradients(
     dtype: str, reduce: str, by_context: bool
 ) -> None:
@@ -271,6 +274,7 @@ def by_user(options: dict[str, Any]) -> tuple[Weights, str]:
 
 
 @pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.sampled(2)
 def test_a_model_that_the_user_has_sharded_trains_alike_also_offloaded_and_compiled(offloads: bool) -> None:
     model = Cells(torch.float32)
     train_alone(FlatStepper(model, ADAMW, strategy="no_shard", divisor=1.0), model, range(3), 2, 2)

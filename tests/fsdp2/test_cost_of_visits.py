@@ -117,6 +117,7 @@ def allocated(name: str, elements: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["muon", "soap", "adafactor"])
+@pytest.mark.sampled(3)
 def test_the_memory_of_a_step_is_that_of_two_rounds(name: str) -> None:
     """Twelve rounds of a matrix for each owner, or one of 24. The communication's thread lets go of a round a moment later."""
     for (few, left), (many, _) in zip(run(2, allocated, name, 1), run(2, allocated, name, 1 << 22), strict=True):

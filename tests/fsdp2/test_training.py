@@ -48,6 +48,7 @@ def by_owners(name: str, shape: tuple[int, ...] | None, ranks: int) -> tuple[Wei
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (3, 1)])
+@pytest.mark.sampled(3)
 def test_whole_tensors_are_stepped_by_owners_among_all_ranks(name: str, shape: tuple[int, ...]) -> None:
     """Rows are not cut once more for them; state lies with one rank each."""
     ranks = torch.Size(shape).numel()

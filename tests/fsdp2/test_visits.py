@@ -150,6 +150,7 @@ def together(states: list[State]) -> State:
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize(("shape", "elements"), [((1,), 1), ((2,), 40), ((3,), 1 << 20), ((4,), 1), ((2, 2), 40)])
+@pytest.mark.sampled(4)
 def test_visitors_have_the_bits_of_one_process(name: str, shape: tuple[int, ...], elements: int) -> None:
     expected = alone(name, "LEAN_BF16")
     for weights, _ in run(torch.Size(shape).numel(), visiting, name, "LEAN_BF16", shape, elements):
@@ -158,6 +159,7 @@ def test_visitors_have_the_bits_of_one_process(name: str, shape: tuple[int, ...]
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name != "clipped"])
 @pytest.mark.parametrize(("before", "after"), [((1,), (3,)), ((3,), (2, 2)), ((2, 2), (1,))])
+@pytest.mark.sampled(4)
 def test_state_by_rows_goes_on_with_other_ranks(name: str, before: tuple[int, ...], after: tuple[int, ...]) -> None:
     """What is handed out is also what one process keeps: nothing of it depends on ranks."""
     found = run(torch.Size(before).numel(), visiting, name, "LEAN_BF16", before, 40, range(2))

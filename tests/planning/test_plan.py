@@ -152,6 +152,7 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
         for one in itertools.product((1, 2, 3), FLAT, range(len(CASES)))
     ],
 )
+@pytest.mark.sampled(4)
 def test_what_persists_and_is_sent_is_planned_to_the_byte(size: int, strategy: Strategy, case: int) -> None:
     require_measured(run(size, measured, strategy, *CASES[case]), totals=CASES[case][3].reduces)
 
@@ -189,6 +190,7 @@ def kept_by_fsdp2(policy: str, shape: tuple[int, ...], outer: OuterStrategy, tra
 
 @pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "MIXED_BF16"])
 @pytest.mark.parametrize(("shape", "outer"), [((2,), "no_shard"), ((2, 2), "no_shard"), ((2, 2), "optim")])
+@pytest.mark.sampled(3)
 def test_what_fsdp2_and_we_keep_is_planned_to_the_byte(
     policy: str, shape: tuple[int, ...], outer: OuterStrategy
 ) -> None:

@@ -123,6 +123,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "policy", "short"), list(cases()))
+@pytest.mark.sampled(4)
 def test_segments_have_the_bits_of_the_whole(
     name: str, policy: Any, short: list[list[int]], small_pieces: None
 ) -> None:
@@ -147,6 +148,7 @@ def test_segments_have_the_bits_of_the_whole(
         for policy in ("FP32", "LEAN_BF16", "KAHAN_BF16")
     ],
 )
+@pytest.mark.sampled(2)
 def test_compiled_steps_have_the_bits_of_the_whole(name: str, policy: Any) -> None:
     factory, parameters = FACTORIES[name], weights(policy)
     drive = Drive(steps_of(factory, policy, compile=True), parameters, [[1, 2, 3, 4]])

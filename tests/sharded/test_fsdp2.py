@@ -285,6 +285,7 @@ def carried_over(path: Path, name: str, strategy: Any) -> tuple[Weights, Weights
         *(pytest.param("optim", name, marks=pytest.mark.exhaustive) for name in POLICIES if name != "LEAN_BF16"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_steppers_checkpoint_goes_on_in_fsdp2(tmp_path: Path, name: str, strategy: str) -> None:
     for kept, other in run(2, carried_over, tmp_path, name, strategy):
         assert all(torch.equal(kept[key], other[key]) for key in kept)

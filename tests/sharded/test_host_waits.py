@@ -69,6 +69,7 @@ def stepped_without_reading(strategies: tuple[Strategy, ...] = FLAT, mesh: Any =
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.sampled(2)
 def test_a_step_reads_nothing_back_from_the_device(size: int) -> None:
     assert run(size, stepped_without_reading) == [[]] * size
 

@@ -114,6 +114,7 @@ def in_rows(shape: tuple[int, ...] | None, at_least: int) -> dict[str, tuple[Wei
         pytest.param(4, (4, 1), 1, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.sampled(2)
 def test_rows_give_the_bits_of_the_whole_model(size: int, shape: tuple[int, ...] | None, at_least: int) -> None:
     """With two param groups, a frozen parameter, and parameters without a gradient in some steps."""
     expected = {name: one_process(name) for name in CASES}

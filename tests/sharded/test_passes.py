@@ -56,6 +56,7 @@ def partially(strategy: Strategy, name: str) -> Weights:
 
 @pytest.mark.parametrize("name", PARTIAL)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.sampled(4)
 def test_reductions_go_over_the_parameters_that_they_are_for(strategy: Strategy, name: str) -> None:
     """Against the core's own step over the whole tree, where masks are masks."""
     model = network()
@@ -145,6 +146,7 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(3)
 def test_every_strategy_agrees(case: str) -> None:
     """Without sharing anything out there is nothing to gather and little to go wrong; everything else has to be as that."""
     expected = run(2, passes, case, "no_shard")[0]

@@ -121,6 +121,7 @@ def worked(folder: str) -> dict[tuple[str, str], list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.sampled(2)
 def test_work_is_done_at_the_steps_at_which_it_is_due_and_after_a_resume(size: int, tmp_path: Path) -> None:
     for found in run(size, worked, str(tmp_path)):
         assert found == {

@@ -69,6 +69,7 @@ SAMPLED = [("LEAN_BF16", "adamw"), ("LEAN_BF16", "accumulated"), ("EXACT_BF16", 
         ),
     ],
 )
+@pytest.mark.sampled(4)
 def test_joined_and_cut_the_weights_are_those_of_tensors_stepped_one_by_one(
     name: str, transform: str, tmp_path: Any
 ) -> None:

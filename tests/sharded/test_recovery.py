@@ -184,6 +184,7 @@ SAMPLED = [
         for context in CONTEXTS
     ],
 )
+@pytest.mark.sampled(2)
 def test_an_error_at_any_point_leaves_nothing_behind(tmp_path: Path, strategy: Strategy, context: str) -> None:
     """Raised at the entry of functions, on all ranks; each case takes another twelfth of them."""
     part = FLAT.index(strategy) + len(FLAT) * CONTEXTS.index(context)
@@ -253,6 +254,7 @@ EXACT = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
 
 @pytest.mark.parametrize("grads", [eb.Grads(), EXACT], ids=["native", "exact"])
 @pytest.mark.parametrize("strategy", FLAT)
+@pytest.mark.sampled(3)
 def test_ranks_may_fail_in_different_places_of_a_microbatch(strategy: Strategy, grads: eb.Grads) -> None:
     for wrong in run(3, failing_apart, strategy, grads, timeout=20):
         assert not wrong

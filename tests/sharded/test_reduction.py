@@ -51,6 +51,7 @@ def test_every_gradient_is_counted_once(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("outer", "inner"), [(2, 2), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((4, 1), (1, 3)))]
 )
+@pytest.mark.exhaustive
 def test_every_gradient_is_counted_once_in_two_dimensions(outer: int, inner: int) -> None:
     strategies = [*STRATEGIES, "optim_grads_params+outer"]
     arguments = (

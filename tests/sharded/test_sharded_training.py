@@ -45,6 +45,7 @@ def reference(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.sampled(4)
 def test_clipping_by_the_global_norm_sees_every_element_once(strategy: Strategy, size: int) -> None:
     """Against float64: one process, whole tensors, torch's own clipping."""
     expected, norms = reference(size, 3, 2, 0.5, torch.float64)

@@ -205,6 +205,7 @@ SOME = ("soap in 16 bits", "dion in 16 bits", "adafactor in 16 bits", "beginning
         pytest.param(tuple(CASES), 4, (4, 1), 1 << 22, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.sampled(2)
 def test_rows_have_the_bits_and_the_state_of_the_whole_model(
     names: tuple[str, ...], size: int, shape: tuple[int, ...] | None, at_least: int
 ) -> None:
@@ -326,6 +327,7 @@ def resumed(name: str, place: Path) -> tuple[Weights, Weights]:
         ),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     name: str, before: int, shape: tuple[int, ...] | None, after: int, tmp_path: Path
 ) -> None:
@@ -360,6 +362,7 @@ def by_whole_state_dicts(name: str) -> tuple[Weights, Weights]:
     "name",
     ["soap", "compensated normuon", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("dion", "counts"))],
 )
+@pytest.mark.sampled(2)
 def test_whole_state_dicts_and_full_precision_lose_nothing(name: str) -> None:
     for weights, state in run(2, by_whole_state_dicts, name):
         assert equal(weights, one_process(name)[0])

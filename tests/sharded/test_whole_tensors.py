@@ -136,6 +136,7 @@ def loaded(place: str, strategy: Strategy, name: str) -> tuple[Weights, Weights]
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon", "soap"])
+@pytest.mark.sampled(3)
 def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_another_strategy(name: str, tmp_path: Path) -> None:
     (before, after), *_ = run(2, saved, str(tmp_path), "optim_grads", name)
     for size, strategy in ((1, "optim"), (3, "optim_grads")):

@@ -87,6 +87,7 @@ def trained(policy: str, factory: Callable[..., Any], rates: list[float] | None,
 @pytest.mark.parametrize("rates", [None, [0.01 / (1 + step) for step in range(STEPS)]], ids=["a float", "a tensor"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("alone", [False, True], indirect=True)
+@pytest.mark.sampled(4)
 def test_a_replayed_step_has_the_bits_of_a_step(alone: bool, policy: str, rates: list[float] | None) -> None:
     expected = trained(policy, slow, rates, graph=False)
     assert_same_bits(trained(policy, slow, rates, graph=True), expected, "replayed, against stepped")

@@ -122,6 +122,7 @@ def test_full_precision_weights_go_out_and_come_in() -> None:
         pytest.param("deepcopy", True, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_copy_goes_its_own_way_with_the_same_bits(how: str, compile: bool) -> None:
     """What is compiled stays behind, and is compiled again; that does not depend on formats, and plain momentum is soon compiled."""
     model = Awkward(torch.float32 if compile else torch.bfloat16)

@@ -82,6 +82,7 @@ def trained(
     ],
 )
 @pytest.mark.parametrize("name", DECLINES)
+@pytest.mark.sampled(3)
 def test_a_step_happens_once_however_the_compiler_declines(
     name: str, make: Callable[..., TorchOptimizer], when: int
 ) -> None:

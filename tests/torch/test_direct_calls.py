@@ -118,6 +118,7 @@ def the_weights(step: int, parameter: nn.Parameter) -> Tensor:
     "kind",
     [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in (wider, the_weights)), every_second, with_a_graph],
 )
+@pytest.mark.sampled(2)
 def test_gradients_of_another_kind_go_through_dynamo(
     alone: bool, kind: Callable[[int, nn.Parameter], Tensor], through_dynamo: list[int]
 ) -> None:

@@ -166,6 +166,7 @@ def test_a_configuration_and_groups_beside_a_model_know_modules() -> None:
         create("muon", model, model=model)
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_for_a_model_is_copied_saved_and_compiled_as_any_other() -> None:
     one, other = sequence(), sequence()
     ours = create("muon", one, lr=0.02, compile=True)

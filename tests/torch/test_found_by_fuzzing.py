@@ -65,6 +65,7 @@ CASES = [
 
 @pytest.mark.parametrize(("inner", "policy"), CASES)
 @pytest.mark.parametrize("shape", ["contiguous", "transposed", "channels last"])
+@pytest.mark.sampled(3)
 def test_a_clip_that_clips_nothing_changes_no_bit(inner: str, policy: Any, shape: str) -> None:
     def stepped(make: Callable[[], Any]) -> Tensor:
         torch.manual_seed(0)
@@ -110,6 +111,7 @@ def test_a_copy_whose_parameter_takes_the_originals_memory_steps_it(how: str, al
 # -- inside of a user's compiled function -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_first_step_inside_of_a_users_compiled_function() -> None:
     p, q = (nn.Parameter(torch.ones(64)) for _ in range(2))
     optimizer, other = AdamW([p], lr=1e-2, compile=True), AdamW([q], lr=1e-2, compile=False)

@@ -68,6 +68,7 @@ def loaded() -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     "stage", ["import everybit", "import everybit_torch", "an uncompiled step", "a stepper's step"]
 )
+@pytest.mark.sampled(2)
 def test_nothing_that_takes_long_is_loaded_by(stage: str, loaded: dict[str, list[str]]) -> None:
     names = loaded[stage]
     assert "everybit" in names

@@ -109,6 +109,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 @pytest.mark.parametrize("name", list(REFUSED))
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("alone", [False, True], indirect=True)
+@pytest.mark.sampled(3)
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(name: str, steps: int, alone: bool) -> None:
     """Also where parameters have no place yet: they get none, and a frozen one gets no state."""
     damage, message = REFUSED[name]

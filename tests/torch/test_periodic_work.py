@@ -355,6 +355,7 @@ def test_a_compiled_step_has_one_variant_for_each_answer_and_the_same_bits(polic
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.exhaustive
 def test_a_compiled_step_with_reductions_in_its_work_has_the_same_bits() -> None:
     """Also where answers are dropped, because a parameter without a gradient counts for itself."""
     found = []

@@ -500,6 +500,7 @@ def masked(learning_rate: Any) -> eb.Transform[Any]:
 
 @pytest.mark.parametrize("policy", [LEAN, pytest.param(KAHAN, marks=pytest.mark.exhaustive)], ids=["LEAN", "KAHAN"])
 @pytest.mark.parametrize("other", [clipped, masked])
+@pytest.mark.sampled(2)
 def test_a_clip_and_a_mask_take_no_more_memory_than_their_optimizer_alone(other: Any, policy: eb.Policy) -> None:
     """A tenth more is what is accepted; a tree of the whole model would take ten times as much."""
     size = 1 << 22

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from lerobot.optim.optimizers import OptimizerConfig
 
@@ -20,8 +20,11 @@ class EverybitAdamW(AdamW):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict without the version of its format, which is no tensor."""
         found = super().state_dict()
-        state = {number: {name: x.clone() for name, x in own.items()} for number, own in found["state"].items()}
-        return {"state": state, "param_groups": found["param_groups"]}
+        found["state"] = {
+            number: {name: x.clone() for name, x in own.items()} for number, own in found["state"].items()
+        }
+        del found[VERSION_KEY]
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> LoadReport:  # type: ignore[override]
         """Load what :meth:`state_dict` returned."""
@@ -43,7 +46,6 @@ class EverybitAdamWConfig(OptimizerConfig):
 
     def build(self, params: Any) -> EverybitAdamW:
         """Return the optimizer; lerobot itself clips."""
-        given = list(params.items()) if isinstance(params, dict) else params
-        return EverybitAdamW(
-            given, self.lr, self.betas, self.eps, self.weight_decay, policy=cast(Any, self.policy), seed=self.seed
-        )
+        given: Any = params.items() if isinstance(params, dict) else params
+        options: Any = {"policy": self.policy, "seed": self.seed}
+        return EverybitAdamW(list(given), self.lr, self.betas, self.eps, self.weight_decay, **options)

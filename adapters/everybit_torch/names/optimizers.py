@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -36,30 +38,30 @@ def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
 
     words = "".join(part.capitalize() for part in entry.name.split("_"))
     title = "Everybit" + (base.__name__ if base.__name__.lower() == entry.name else words)  # AdamW, and not Adamw
-    signature = _signature(known)
-    doc = (
-        f":func:`everybit.{entry.name}` as a torch optimizer, with the policy by a preset's name. ``names_from`` is the model, for"
-        " parameters without names."
-    )
-    space = {"__init__": begin, "__doc__": doc, "__module__": __name__, "__signature__": signature}
+    doc = f":func:`everybit.{entry.name}` with plain arguments. ``names_from`` is the model, for parameters without names."
+    given = [_parameter(name, default) for name, default in known.items()]
+    params = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Params)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    begin.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
-    begin.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    begin.__signature__ = inspect.Signature([own, params, *given])  # type: ignore[attr-defined]
+    begin.__annotations__ = {one.name: one.annotation for one in (params, *given)}
+    space = {
+        "__init__": begin,
+        "__doc__": doc,
+        "__module__": __name__,
+        "__signature__": inspect.Signature([params, *given]),
+    }
     made: type[TorchOptimizer] = type(title, (base,), space)
     return made
 
 
-def _signature(known: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature of a class, with annotations by which command lines read values."""
-    parameters = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Params)]
-    for name, default in known.items():
-        kind: Any = _KINDS.get(name, type(default))
-        if isinstance(default, tuple):
-            kind = tuple[(float,) * len(default)]  # type: ignore[misc]
-        elif default is None and name not in _KINDS:
-            kind = int | float | None
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-    return inspect.Signature(parameters)
+def _parameter(name: str, default: Any) -> inspect.Parameter:
+    """Return an argument, with an annotation by which command lines read values."""
+    kind: Any = _KINDS.get(name, type(default))
+    if isinstance(default, tuple):
+        kind = tuple[(float,) * len(default)]  # type: ignore[misc]
+    elif default is None and name not in _KINDS:
+        kind = int | float | None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 _CODE = ("mask", "labels", "view", "views", "others")
@@ -71,11 +73,24 @@ _KINDS: Mapping[str, Any] = {"policy": PolicyName | None, "compile": Compile}
 OPTIMIZERS: dict[str, type[TorchOptimizer]] = {name: _generated(one) for name, one in optimizers().items()}
 """By the name that each has in ``everybit.optimizers()``."""
 
-_GENERATED = {kind.__name__: kind for kind in OPTIMIZERS.values()}
+globals().update({kind.__name__: kind for kind in OPTIMIZERS.values()})  # where pickle looks for them
 
 
-def __getattr__(name: str) -> type[TorchOptimizer]:
-    """Return a generated class by its name, for unpickling."""
-    if name not in _GENERATED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _GENERATED[name]
+def value_of(where: str, text: str, default: object) -> Any:
+    """Return the value of a string: a number, ``true``, ``false``, ``none``, or numbers as in ``0.9:0.95``; ``default`` says which."""
+    found: Any = _WORDS.get(text.lower(), text)
+    if isinstance(default, str) or where.endswith("policy"):
+        return found
+    with suppress(ValueError, SyntaxError):
+        found = ast.literal_eval(text.replace(":", ",")) if found is text else found
+    kind = type(default)
+    fits = type(found) is kind or (kind in (float, type(None)) and type(found) in (int, float))
+    if not fits or (isinstance(default, tuple) and len(found) != len(default)):
+        accepted = {bool: "true or false", tuple: "as many numbers as the default has, as in 0.9:0.95"}.get(
+            kind, "a number"
+        )
+        raise ValueError(f"{where}: got {text!r}; accepted is {accepted}.")
+    return float(found) if kind is float else found
+
+
+_WORDS = {"true": True, "false": False, "none": None}

@@ -23,11 +23,9 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: Arguments that name no program or no script.
     """
-    names = arguments[0].split(",") if arguments else []
-    program = list(arguments[1:])
-    is_module = program[:1] == ["-m"]
-    program = program[1:] if is_module else program
-    if not names or not program or not set(names) <= set(PROGRAMS):
+    names, is_module = arguments[0].split(",") if arguments else [], list(arguments[1:2]) == ["-m"]
+    program = list(arguments[2 if is_module else 1 :])
+    if not program or not set(names) <= set(PROGRAMS):
         got = " ".join(arguments) or "nothing"
         raise SystemExit(
             f"run: got {got}; accepted is one of {', '.join(PROGRAMS)}, and then script.py or -m module, and its arguments."

@@ -9,7 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from everybit_torch.names import trainer
+from transformers.training_args import OptimizerNames
+
+from everybit_torch.names import trainer as _names  # noqa: F401  # adds them to Trainer
 from everybit_torch.names.optimizers import OPTIMIZERS
 
 
@@ -22,7 +24,7 @@ def register() -> None:
 
 def _callback(base: Any, name: str) -> Any:
     def create_optimizer(self: Any, model: Any = None) -> Any:
-        self.args.optim = trainer.member(name)  # swift's own callback then asks Trainer, which knows it
+        self.args.optim = OptimizerNames(name)  # swift's own callback then asks Trainer, which knows it
         return base.create_optimizer(self, model)
 
     return type("EverybitCallback", (base,), {"create_optimizer": create_optimizer})

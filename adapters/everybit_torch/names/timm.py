@@ -17,17 +17,11 @@ from everybit_torch.names.optimizers import OPTIMIZERS
 
 
 def register() -> None:
-    """Add the names to timm's registry; the import of this module does it.
-
-    Raises:
-        ModuleNotFoundError: timm is not installed.
-        ImportError: This timm has no registry of optimizers; versions from 1.0.12 on have.
-    """
+    """Add the names to timm's registry; the import of this module does it. timm has one from 1.0.12 on."""
     optim: Any = import_module("timm.optim")
-    try:
-        info, registry = optim.OptimInfo, import_module("timm.optim._optim_factory").default_registry
-    except (AttributeError, ImportError) as error:
-        raise ImportError("timm: got a version without a registry of optimizers; accepted is timm>=1.0.12.") from error
+    if not hasattr(optim, "OptimInfo"):
+        raise ImportError("timm: got a version without a registry of optimizers; accepted is timm>=1.0.12.")
+    info, registry = optim.OptimInfo, import_module("timm.optim._optim_factory").default_registry
     known = set(registry.list_optimizers())
     for name, kind in OPTIMIZERS.items():
         theirs = f"everybit{name.replace('_', '')}"

@@ -1,9 +1,8 @@
-"""torchtitan trains with these optimizers, without a change to it.
+"""Optimizers for torchtitan.
 
     --override.imports 'everybit_torch.names.torchtitan.everybit={"policy": "LEAN_BF16"}' --training.dtype bfloat16
 
-Param groups keep their patterns, hyperparameters and names of parameters. ``optimizer_name`` of a group may be any of
-:func:`everybit.optimizers`; torchtitan's ``Adam`` and ``AdamW`` are ours.
+``optimizer_name`` of a param group may be any of :func:`everybit.optimizers`; ``Adam`` and ``AdamW`` are ours.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class EverybitOptimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """torchtitan's; a class of its own says which container is built."""
+        """torchtitan's options."""
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
@@ -43,31 +42,24 @@ class EverybitOptimizers(OptimizersContainer):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torchtitan's state dict. State is made without a step; torchtitan's way is a step that counts."""
-        self._prepare()
-        found: dict[str, Any] = super().state_dict()
-        return found
+        """Return torchtitan's state dict, after making state without a step: torchtitan's way is a step, which counts."""
+        for optimizer in self.optimizers:
+            optimizer.prepare()
+        return super().state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torchtitan's state dict."""
-        self._prepare()
-        super().load_state_dict(state_dict)
-
-    def _prepare(self) -> None:
         for optimizer in self.optimizers:
             optimizer.prepare()
+        super().load_state_dict(state_dict)
 
 
 @override(target=OptimizersContainer.Config, description="everybit's optimizers, under a policy")
 def everybit(config: Any, **options: Any) -> Any:
-    """Return a configuration of everybit's optimizers; ``options`` are those of :func:`everybit_torch.create`: a policy, a seed.
-
-    Raises:
-        ValueError: ``fused_opt_states_bf16``; the policy says how state is stored.
-    """
+    """Return a configuration of everybit's optimizers; ``options`` are those of :func:`everybit_torch.create`: a policy, a seed."""
     if config.implementation == "fused_opt_states_bf16":
         raise ValueError(
-            "optimizer.implementation: got 'fused_opt_states_bf16'; accepted is 'fused', with a policy such as LEAN_BF16."
+            "implementation: got 'fused_opt_states_bf16'; accepted is 'fused', with a policy as LEAN_BF16."
         )
     names = {group.optimizer_name for group in config.param_groups}
     return derive(config, EverybitOptimizers.Config, optimizer_factory_kwargs_by_name=dict.fromkeys(names, options))

@@ -308,8 +308,8 @@ def shown(held: Mapping[str, Any]) -> str:
     text = ""
     if "round trips" in held:
         text += (
-            "\n**Round trip**, to nearest, of log-normal magnitudes with a spread of 1 of their natural logarithms; non-negative numbers are"
-            " their squares. Other spreads, and errors of single numbers, are in the raw results\n\n"
+            "\n**Round trip**, to nearest, of log-normal magnitudes with a spread of 1 of their natural logarithms; non-negative numbers"
+            " are their squares. Other spreads, and errors of single numbers, are in the raw results\n\n"
         )
         (spread, *_) = (f"spread {spread:g}" for spread in SPREADS)
         columns = ["kind", "bits", "map", "of", "rms", "zeros"]

@@ -7,7 +7,10 @@ A hyperparameter is a float, a 0-d tensor, or a schedule: a function from the nu
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,6 +83,52 @@ def require_count(name: str, value: object, what: str, least: int = 1, *, option
         raise ValueError(
             f"{name}: got {value!r}; accepted is {what}, at least {least}{', or None' if optional else ''}."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a hyperparameter accepts: those of ``[low, high]``, or of ``[low, high)``."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    open_high: bool = False
+
+
+Finite = Annotated[Hyperparameter, Range()]
+"""Any finite number."""
+NonNegative = Annotated[Hyperparameter, Range(0.0)]
+"""At least zero."""
+Share = Annotated[Hyperparameter, Range(0.0, 1.0)]
+"""In [0, 1]."""
+Rate = Annotated[Hyperparameter, Range(0.0, 1.0, open_high=True)]
+"""A decay rate, in [0, 1)."""
+
+
+class Ranged:
+    """Base class of dataclasses whose fields are annotated with ranges, as ``b1: Rate = 0.9`` or ``limit: NonNegative | None = None``.
+
+    Values are checked when an object is made. A ``__post_init__`` with further checks calls this one.
+    """
+
+    __slots__ = ()
+
+    ranges: ClassVar[tuple[tuple[str, Range], ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        names: dict[str, Any] = vars(sys.modules[cls.__module__])
+        own = []
+        for field, annotation in cls.__dict__.get("__annotations__", {}).items():
+            # Names are looked up, and no annotation is evaluated: inside of a function it may have no meaning yet.
+            kind = names.get(annotation.removesuffix(" | None")) if isinstance(annotation, str) else annotation
+            own += [(field, one) for one in getattr(kind, "__metadata__", ()) if isinstance(one, Range)]
+        cls.ranges = (*cls.ranges, *own) if own else cls.ranges
+
+    def __post_init__(self) -> None:
+        for name, one in self.ranges:
+            value = getattr(self, name)
+            if value is not None or type(self).__annotations__.get(name, "").find("None") < 0:
+                require(name, value, one.low, one.high, open_high=one.open_high)
 
 
 def square_root(x: Scalar) -> Scalar:

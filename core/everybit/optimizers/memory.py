@@ -220,7 +220,7 @@ def sm3(
         b1: Decay rate of a mean of directions, in [0, 1); None: no mean.
         b2: Decay rate of the squares, in [0, 1); None: they are summed up, as in the paper.
         eps: Added inside the root; optax has 1e-8.
-        keep_greatest: Let no kept square fall; see :class:`~everybit.transforms.sm3.ScaleBySm3`.
+        keep_greatest: Let no kept square fall; see :class:`~everybit.transforms.shared_moments.ScaleBySm3`.
         weight_decay: Decoupled decay.
 
     Raises:

@@ -146,7 +146,7 @@ def muon(
         nesterov: Look a step ahead.
         average: Momentum is a running mean, as torch's and Keller Jordan's. False: a decaying sum, as Moonlight's and Dion's.
         before: The vectors of equal length before the iteration, such as ``"rows"`` for MuonEq; see
-            :class:`~everybit.transforms.equalize.Equalize`.
+            :class:`~everybit.transforms.orthogonalize.Equalize`.
         coefficients: The iteration's; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`, as for the next five.
         steps: Steps in the iteration.
         arithmetic: Its dtype.
@@ -284,7 +284,7 @@ def normuon(
         normalization: The norm that a matrix is divided by first.
         eps: The least norm, or the number added to it.
         batching: Whether matrices of one shape go through batched products.
-        side: The vectors with a mean square each; see :class:`~everybit.transforms.normuon.ScaleByNorMuon`.
+        side: The vectors with a mean square each; see :class:`~everybit.transforms.orthogonalize.ScaleByNorMuon`.
         norm: Whether a matrix gets its norm back, or that of an exactly orthogonal one.
         debias: Correct the bias of the mean squares.
         scale: Factor of the update, from rows and columns.

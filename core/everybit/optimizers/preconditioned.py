@@ -345,7 +345,7 @@ def apollo(
         learning_rate: Non-negative.
         rank: Of the projection of each matrix; for ``period``, ``basis`` and ``side``, too, see :class:`~everybit.Projection`.
         scale: Factor of the steps of projected matrices, of which the root is taken; for this to ``limit`` see
-            :class:`~everybit.transforms.apollo.ScaleByApollo`.
+            :class:`~everybit.transforms.projected.ScaleByApollo`.
         scale_type: Whether each channel has a factor of its own, or each matrix (``"tensor"``).
         limit: The greatest factor by which the norm of a matrix's step may grow from an update to the next; None: no limit.
         period: Updates between two choices of a projection.

@@ -31,7 +31,7 @@ def sgd(
     Args:
         learning_rate: Non-negative.
         momentum: Decay of the momentum, in [0, 1]; None keeps no momentum (and no state).
-        dampening: See :class:`~everybit.transforms.trace.Trace`.
+        dampening: See :class:`~everybit.transforms.momentum.Trace`.
         nesterov: Look ahead; needs momentum, and zero dampening.
         weight_decay: L2 penalty, added to the gradient.
         maximize: Ascend instead.

@@ -41,7 +41,7 @@ def nadam(
         b2: Decay rate of the second moment, in [0, 1).
         eps: Added outside the root.
         weight_decay: L2 penalty, added to the gradient.
-        momentum_decay: How fast momentum rises to ``b1``, at least zero; see :class:`~everybit.transforms.nadam.ScaleByNadam`.
+        momentum_decay: How fast momentum rises to ``b1``, at least zero; see :class:`~everybit.transforms.adam.ScaleByNadam`.
         decoupled_weight_decay: A step shrinks a parameter by ``learning_rate * weight_decay`` of itself instead, as
             :func:`everybit.adamw` does.
         maximize: Ascend instead.
@@ -76,7 +76,7 @@ def radam(
         weight_decay: L2 penalty, added to the gradient.
         decoupled_weight_decay: A step shrinks a parameter by ``learning_rate * weight_decay`` of itself instead, as
             :func:`everybit.adamw` does.
-        threshold: The length of the second moment above which it is used, at least 4; see :class:`~everybit.transforms.radam.ScaleByRadam`.
+        threshold: The length of the second moment above which it is used, at least 4; see :class:`~everybit.transforms.adam_variants.ScaleByRadam`.
         eps_after_correction: Add ``eps`` after the bias of the root is corrected, as optax does.
         maximize: Ascend instead.
 
@@ -228,7 +228,7 @@ def asgd(
 
     Args:
         learning_rate: Non-negative.
-        lambd: Weight decay, and how fast the learning rate falls; see :class:`~everybit.transforms.asgd.AveragedDescent`.
+        lambd: Weight decay, and how fast the learning rate falls; see :class:`~everybit.transforms.averages.AveragedDescent`.
         alpha: The power by which the learning rate falls.
         t0: The number of steps before averaging begins.
         weight_decay: L2 penalty, added to the gradient.

@@ -1,7 +1,8 @@
-"""The preconditioner of Adam, and of its variants."""
+"""The preconditioner of Adam, and those that change its momentum, its maximum or its division."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -12,6 +13,7 @@ from everybit.base import (
     Hyperparameter,
     Slot,
     at,
+    atan,
     bias_correction,
     is_zero,
     materialize,
@@ -23,6 +25,7 @@ from everybit.base import (
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
+
 
 Amsgrad = bool | Literal["corrected"]
 """Whether Adam divides by the greatest running square so far, and whether that is taken after the bias is corrected."""
@@ -142,3 +145,212 @@ class ScaleByAdam(Elementwise):
 
 
 scale_by_adam = ScaleByAdam
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class NadamState(Generic[P]):
+    r"""Adam's moments, and the product of all momentum coefficients so far, :math:`\prod_{s \le t} \mu_s`: 0-d, float64."""
+
+    momentum: Slot[P]
+    variance: Slot[P]
+    mu_product: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByNadam(Elementwise):
+    r"""Adam's direction, with the momentum after the next step in the place of that before it.
+
+    .. math::
+        \mu_t = \beta_1 (1 - \tfrac12 \, 0.96^{t \psi}) \qquad
+        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t \qquad
+        v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2
+    .. math::
+        u_t = \left( \frac{\mu_{t+1} m_t}{1 - \prod_{s=1}^{t+1} \mu_s} + \frac{(1 - \mu_t) g_t}{1 - \prod_{s=1}^{t} \mu_s} \right)
+        \bigg/ \left( \sqrt{v_t / (1-\beta_2^t)} + \epsilon \right)
+
+    Args:
+        b1: :math:`\beta_1`, decay rate of the mean, in [0, 1).
+        b2: :math:`\beta_2`, decay rate of the square, in [0, 1).
+        eps: Added outside the root; same unit as the gradient.
+        momentum_decay: :math:`\psi`, at least zero: how fast :math:`\mu_t` rises from about :math:`\beta_1/2` to :math:`\beta_1`. A large
+            one, such as 1e6, makes it :math:`\beta_1` from the first step on, as in optax.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        Dozat 2016, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ, as in ``torch.optim.NAdam``.
+    """
+
+    reads_weights: ClassVar[bool] = False
+    b1: Hyperparameter = 0.9
+    b2: Hyperparameter = 0.999
+    eps: Hyperparameter = 1e-8
+    momentum_decay: Hyperparameter = 4e-3
+
+    def __post_init__(self) -> None:
+        require("b1", self.b1, 0.0, 1.0, open_high=True)
+        require("b2", self.b2, 0.0, 1.0, open_high=True)
+        require("eps", self.eps, 0.0)
+        require("momentum_decay", self.momentum_decay, 0.0)
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
+        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
+
+    def init(self, params: P) -> NadamState[P]:
+        """Return moments of zero for all parameters, and an empty product."""
+        leaves = tree.leaves(params)
+        one = torch.ones((), dtype=torch.float64, device=leaves[0].device if leaves else None)
+        return NadamState(tree.zeros_like(params), tree.zeros_like(params), one)
+
+    def update(self, updates: P, state: NadamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, NadamState[P]]:
+        """Update the moments, look ahead, and precondition."""
+        step = require_step(ctx.step, "scale_by_nadam")
+        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
+        eps, psi = at(self.eps, step, name="eps"), at(self.momentum_decay, step, name="momentum_decay")
+        mu, mu_next = (b1 * (1 - 0.5 * 0.96 ** (number.double() * psi)) for number in (step, step + 1))
+        product = state.mu_product * mu
+        unbias_square = materialize(1 / bias_correction(b2, step))
+        of_momentum = materialize(mu_next / (1 - product * mu_next))
+        of_gradient = materialize((1 - mu) / (1 - product))
+
+        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
+        variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
+
+        def direction(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            return (of_momentum * m + of_gradient * g) / (sqrt(v * unbias_square) + eps)
+
+        return tree.elementwise(direction, updates, momentum, variance), NadamState(momentum, variance, product)
+
+
+scale_by_nadam = ScaleByNadam
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class AdamaxState(Generic[P]):
+    """The running mean of the gradient, and the decaying maximum of its magnitude, which torch calls ``exp_inf``."""
+
+    momentum: Slot[P]
+    maximum: Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByAdamax(Elementwise):
+    r"""Divide the gradient's running mean by the decaying maximum of its magnitude.
+
+    .. math::
+        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t \qquad
+        n_t = \max(\beta_2 n_{t-1}, |g_t| + \epsilon) \qquad
+        u_t = \frac{m_t / (1-\beta_1^t)}{n_t}
+
+    Args:
+        b1: :math:`\beta_1`, decay rate of the mean, in [0, 1).
+        b2: :math:`\beta_2`, decay rate of the maximum, in [0, 1).
+        eps: Added to the magnitudes, as in torch and optax; same unit as the gradient.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        Kingma & Ba 2015, https://arxiv.org/abs/1412.6980, Algorithm 2, as in ``torch.optim.Adamax``.
+    """
+
+    reads_weights: ClassVar[bool] = False
+    b1: Hyperparameter = 0.9
+    b2: Hyperparameter = 0.999
+    eps: Hyperparameter = 1e-8
+
+    def __post_init__(self) -> None:
+        require("b1", self.b1, 0.0, 1.0, open_high=True)
+        require("b2", self.b2, 0.0, 1.0, open_high=True)
+        require("eps", self.eps, 0.0)
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` decays with ``b1``, ``maximum`` with ``b2``."""
+        return SlotDecay("momentum", self.b1), SlotDecay("maximum", self.b2)
+
+    def init(self, params: P) -> AdamaxState[P]:
+        """Return moments of zero for all parameters."""
+        return AdamaxState(tree.zeros_like(params), tree.zeros_like(params))
+
+    def update(self, updates: P, state: AdamaxState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamaxState[P]]:
+        """Update both, and divide one by the other."""
+        step = require_step(ctx.step, "scale_by_adamax")
+        b1, b2, eps = at(self.b1, step, name="b1"), at(self.b2, step, name="b2"), at(self.eps, step, name="eps")
+        unbias = materialize(1 / bias_correction(b1, step))
+
+        def greatest(g: Tensor, n: Tensor) -> Tensor:
+            return torch.maximum(b2 * n, g.abs() + eps)
+
+        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
+        maximum = tree.elementwise(greatest, updates, state.maximum)
+        return tree.elementwise(lambda m, n: (m * unbias) / n, momentum, maximum), AdamaxState(momentum, maximum)
+
+
+scale_by_adamax = ScaleByAdamax
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByAdamAtan2(Elementwise):
+    r"""The angle between Adam's moments, which needs no :math:`\epsilon`: the update is the same for gradients of any size.
+
+    .. math::
+        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t \qquad
+        v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2 \qquad
+        u_t = a \operatorname{atan2}\left(\frac{m_t}{1-\beta_1^t},\; b \sqrt{\frac{v_t}{1-\beta_2^t}}\right)
+
+    Args:
+        b1: Decay rate of the mean, in [0, 1).
+        b2: Decay rate of the square, in [0, 1).
+        a: A factor of the angle, non-negative; with 1.27, about :math:`4 / \pi`, a constant gradient gives 1.
+        b: A factor of the root, at least zero: an update is at most :math:`a \pi / 2`, and :math:`a / b` times Adam's if that is small.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        Everett et al. 2024, https://arxiv.org/abs/2407.05872, section 4.3.
+    """
+
+    reads_weights: ClassVar[bool] = False
+    b1: Hyperparameter = 0.9
+    b2: Hyperparameter = 0.99
+    a: Hyperparameter = 1.27
+    b: Hyperparameter = 1.0
+
+    def __post_init__(self) -> None:
+        require("b1", self.b1, 0.0, 1.0, open_high=True)
+        require("b2", self.b2, 0.0, 1.0, open_high=True)
+        require("a", self.a, 0.0)
+        require("b", self.b, 0.0)
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
+        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
+
+    def init(self, params: P) -> AdamState[P]:
+        """Return moments of zero for all parameters."""
+        return AdamState(tree.zeros_like(params), tree.zeros_like(params))
+
+    def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
+        """Update the moments, and return their angles."""
+        step = require_step(ctx.step, "scale_by_adam_atan2")
+        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
+        a, b = at(self.a, step, name="a"), at(self.b, step, name="b")
+        unbias_mean, unbias_square = (materialize(1 / bias_correction(rate, step)) for rate in (b1, b2))
+
+        def angle(m: Tensor, v: Tensor) -> Tensor:
+            root = b * sqrt(v * unbias_square)
+            known = root > 0
+            slope = (m * unbias_mean) / torch.where(known, root, 1.0)
+            return a * torch.where(known, atan(materialize(slope)), torch.sign(m) * (math.pi / 2))
+
+        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
+        variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
+        return tree.elementwise(angle, momentum, variance), AdamState(momentum, variance)
+
+
+scale_by_adam_atan2 = ScaleByAdamAtan2

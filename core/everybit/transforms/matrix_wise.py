@@ -13,9 +13,10 @@ from torch import Tensor
 from everybit.base import Hyperparameter, Scalar, is_zero, materialize, require, require_each, tree
 from everybit.linalg import MatrixView, view_for
 from everybit.protocol import ALONE, Context, WholeTensors
-from everybit.transforms.stateless import Empty
+from everybit.transforms.updates import Empty
 
 P = TypeVar("P")
+
 
 ScaleName = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 """Published factors of an orthogonal update, by torch's names."""

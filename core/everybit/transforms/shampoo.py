@@ -28,6 +28,7 @@ from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 
 P = TypeVar("P")
 
+
 Graft = Literal["none", "sgd", "adagrad", "rmsprop", "adam"]
 """Whose size the direction gets, for each matrix."""
 

@@ -34,6 +34,7 @@ from everybit.protocol.context import ONCE
 
 P = TypeVar("P")
 
+
 Correction = Literal["none", "kl"]
 """What the products of gradients are corrected by: nothing, or the other sides' matrices, as KL-Shampoo does."""
 

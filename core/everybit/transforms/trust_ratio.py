@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everybit.base import Hyperparameter, at, require, tree
 from everybit.protocol import ALONE, Context, Elementwise
-from everybit.transforms.stateless import Empty
+from everybit.transforms.updates import Empty
 
 P = TypeVar("P")
 

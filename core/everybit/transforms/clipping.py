@@ -21,9 +21,10 @@ from everybit.base import (
     tree,
 )
 from everybit.protocol import ALONE, Context, Elementwise, SumOfSquares, WholeTensors
-from everybit.transforms.stateless import Empty
+from everybit.transforms.updates import Empty
 
 P = TypeVar("P")
+
 
 Units = Literal["first", "last"]
 """The dimension that numbers the units of a layer."""

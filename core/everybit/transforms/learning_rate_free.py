@@ -1,4 +1,4 @@
-"""Prodigy: Adam with a step size that is estimated from how far the weights have come."""
+"""Steps that estimate their own size: Prodigy and D-Adaptation."""
 
 from __future__ import annotations
 
@@ -190,3 +190,142 @@ def _inner(g: Tensor, start: Tensor, p: Tensor) -> Tensor:
 
 
 prodigy = Prodigy
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class DAdaptAdamState(Generic[P]):
+    """Adam's moments, in which gradients are weighted by step sizes; the weighted sum of gradients; the estimate and its numerator."""
+
+    momentum: Slot[P]
+    variance: Slot[P]
+    weighted_sum: Slot[P]
+    estimate: Tensor
+    numerator: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DAdaptAdam(Elementwise):
+    r"""Adam with a step size :math:`d_t \eta`, where d is a lower bound of the distance to the solution; the last transform of a chain.
+
+    .. math::
+        r_t = \sqrt{\beta_2}\, r_{t-1}
+            + (1-\sqrt{\beta_2})\, d_t \eta \left\langle g_t, \frac{s_{t-1}}{\sqrt{v_{t-1}} + \epsilon}\right\rangle \qquad
+        s_t = \sqrt{\beta_2}\, s_{t-1} + (1-\sqrt{\beta_2})\, d_t \eta\, g_t
+    .. math::
+        m_t = \beta_1 m_{t-1} + (1-\beta_1) d_t \eta\, g_t \qquad
+        v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2 \qquad
+        u_t = -\frac{m_t}{\sqrt{v_t} + \epsilon} - d_t \eta \lambda p_t
+    .. math::
+        d_{t+1} = \max\left(d_t, \min\left(\frac{r_t}{(1-\sqrt{\beta_2}) \lVert s_t \rVert_1},\; \gamma d_t\right)\right)
+
+    The two sums are over all parameters that share the step, on all ranks, in float64. So the parameters of one model are stepped by one
+    transform: in a ``partition``, each part has an estimate of its own. At a learning rate of zero the state is unchanged, and while all
+    gradients are zero no weight does.
+
+    Args:
+        learning_rate: :math:`\eta`, a factor of the estimate, at least zero; 1, or a schedule that ends at 0.
+        b1: Decay rate of the mean, in [0, 1).
+        b2: Decay rate of the square, in [0, 1); its root is that of the sums.
+        eps: Added to the root; same unit as the gradient.
+        weight_decay: :math:`\lambda`, decoupled, at least zero. For an L2 penalty put ``add_decayed_weights`` before.
+        d0: The first estimate, above zero.
+        growth_rate: :math:`\gamma`, at least 1: the most that the estimate is multiplied by in an update; None: no limit.
+        bias_correction: Multiply :math:`\eta` by :math:`\sqrt{1-\beta_2^t} / (1-\beta_1^t)`.
+
+    Raises:
+        TypeError: A schedule for ``d0``.
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        Defazio & Mishchenko 2023, https://arxiv.org/abs/2301.07733, Algorithm 5, as in ``dadaptation`` 3.2.
+    """
+
+    learning_rate: Hyperparameter = 1.0
+    b1: Hyperparameter = 0.9
+    b2: Hyperparameter = 0.999
+    eps: Hyperparameter = 1e-8
+    weight_decay: Hyperparameter = 0.0
+    d0: Hyperparameter = 1e-6
+    growth_rate: Hyperparameter | None = None
+    bias_correction: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("b1", "b2"):
+            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
+        for name in ("learning_rate", "eps", "weight_decay"):
+            require(name, getattr(self, name), 0.0)
+        if self.growth_rate is not None:
+            require("growth_rate", self.growth_rate, 1.0)
+        require("d0", self.d0, 0.0, schedule=False)
+        if is_zero(self.d0):
+            raise ValueError("d0: got 0.0; accepted is a number above zero.")
+
+    @property
+    def reduces(self) -> bool:
+        """True: it requests sums over all parameters."""
+        return True
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with the root of ``b2``, which is nearer to 1."""
+        return (
+            SlotDecay("momentum", self.b1),
+            SlotDecay("variance", self.b2, squares=True),
+            SlotDecay("weighted_sum", self.b2),
+        )
+
+    def init(self, params: P) -> DAdaptAdamState[P]:
+        """Return moments of zero, and the first estimate."""
+        leaves = tree.leaves(params)
+        nothing = torch.zeros((), dtype=torch.float64, device=leaves[0].device if leaves else None)
+        momentum, variance, weighted = (tree.zeros_like(params) for _ in range(3))
+        return DAdaptAdamState(momentum, variance, weighted, nothing + at(self.d0, None, name="d0"), nothing)
+
+    def update(
+        self, updates: P, state: DAdaptAdamState[Any], params: P, ctx: Context = ALONE
+    ) -> tuple[P, DAdaptAdamState[P]]:
+        """Update moments and estimate, and take a step with the estimate before."""
+        step = require_step(ctx.step, "dadapt_adam")
+        d = state.estimate
+        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
+        root, eps = square_root(b2), at(self.eps, step, name="eps")
+        rate = at(self.learning_rate, step, name="learning_rate") * torch.ones_like(d)
+        moves = rate > 0
+        size = d * rate
+        if self.bias_correction:
+            size = size * bias_correction(b2, step).sqrt() / bias_correction(b1, step)
+        size = materialize(size)
+        of_mean, of_sum = materialize(size * (1 - b1)), materialize(size * (1 - root))
+        shrink = materialize(size * at(self.weight_decay, step, name="weight_decay"))
+
+        way = tree.elementwise(lambda s, v: s / (sqrt(v) + eps), state.weighted_sum, state.variance)
+        weighted = tree.elementwise(lambda g, s: root * s + of_sum * g, updates, state.weighted_sum)
+        owned = tree.leaves(ctx.owned(updates))
+        agreements = [barriers.sum(g.double() * w.double()) for g, w in zip(owned, tree.leaves(way), strict=True)]
+        lengths = [barriers.sum(s.double().abs()) for s in tree.leaves(ctx.owned(weighted))]
+
+        def stepped(sums: Tensor) -> tuple[P, DAdaptAdamState[P]]:
+            momentum = tree.elementwise(lambda g, m: b1 * m + of_mean * g, updates, state.momentum)
+            variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
+            numerator = root * state.numerator + (1 - root) * size * sums[0]
+            known = moves & (sums[1] > 0)
+            found = numerator / torch.where(known, (1 - root) * sums[1], 1.0)
+            if self.growth_rate is not None:
+                found = torch.minimum(found, d * at(self.growth_rate, step, name="growth_rate"))
+
+            def moved(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
+                u = -m / (sqrt(v) + eps)
+                return torch.where(known, torch.where(shrink == 0, u, u - shrink * p), 0.0)
+
+            return tree.elementwise(moved, momentum, variance, params), DAdaptAdamState(
+                tree.where(moves, momentum, state.momentum),
+                tree.where(moves, variance, state.variance),
+                tree.where(moves, weighted, state.weighted_sum),
+                torch.where(known, torch.maximum(d, found), d),
+                torch.where(known, numerator, state.numerator),
+            )
+
+        return ctx.request(Sum(torch.stack([barriers.total(agreements, d), barriers.total(lengths, d)])), stepped)
+
+
+dadapt_adam = DAdaptAdam

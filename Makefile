@@ -55,11 +55,12 @@ types: $(STAMP)  ## pyright, as in editors: the package is clean, and what mypy 
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[types]'
 	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance/test_pyright.py
 
-conformance: $(STAMP)  ## run in other programs: Trainer, accelerate, Lightning, DDP; compare with optax (installs JAX)
+conformance: $(STAMP)  ## run the slow pages, and in other programs: Trainer, accelerate, Lightning, DDP; compare with optax (installs JAX)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,types,conformance]'
 	rm -rf $(VENV)/programs
 	@for program in $(PROGRAMS); do \
 	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/programs $$program || echo "$$program: does not install here"; done
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance
 
 gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check the code, write docs/gpu.md (CASES="'adamw under *'" for some)

@@ -196,6 +196,7 @@ def test_no_flipped_bit_is_loaded(tmp_path: Path, kind: Kind, size: int, count: 
         assert all("everybit.json: bits have changed since it was written" in said for said in in_inventory)
 
 
+@pytest.mark.exhaustive
 def test_no_flipped_bit_is_loaded_by_a_plain_model(tmp_path: Path) -> None:
     run(3, saved, tmp_path, "optim")
     outcomes = attempts("plain", tmp_path, random_cases(tmp_path, 75, seed=0))

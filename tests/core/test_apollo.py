@@ -78,6 +78,7 @@ def followed(
         for name in OPTIONS
     ],
 )
+@pytest.mark.sampled(2)
 def test_the_formula_is_followed(case: str) -> None:
     options = {"rank": 2, "period": 7, **OPTIONS[case]}
     drawn = Drawn()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -377,3 +379,26 @@ def test_a_missing_gradient_is_named() -> None:
     at = {"w": torch.ones(2), "b": torch.ones(1)}
     with pytest.raises(ValueError, match=r"no tensor at grads\['b'\].*give zeros where there is none"):
         optimizer.step(at, {"w": torch.ones(2), "b": None}, optimizer.init(at))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        eb.chain(eb.clip_by_global_norm(1.0), eb.sgd(0.1)),
+        eb.partition({"all": eb.sgd(0.1), "none": eb.adamw(0.1)}, lambda path, p: "all" if p.ndim else "none"),
+    ],
+    ids=["chain", "partition"],
+)
+def test_a_step_keeps_no_gradient_until_the_garbage_collector_comes(tx: Any) -> None:
+    params = {"w": torch.ones(3), "b": torch.ones(())}
+    state = tx.init(params)
+    grads = {name: torch.ones_like(p) for name, p in params.items()}
+    held = weakref.ref(grads["w"])
+    gc.collect()
+    gc.disable()
+    try:
+        tx.update(grads, state, params)
+        del grads
+        assert held() is None
+    finally:
+        gc.enable()

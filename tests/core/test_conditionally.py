@@ -111,10 +111,21 @@ def test_a_condition_is_a_hyperparameter_of_the_state() -> None:
     assert bits(opt.step(params, params, state)[0]) != bits(params)
 
 
-def test_a_weight_of_minus_zero_keeps_its_sign() -> None:
+@pytest.mark.parametrize(
+    ("tx", "gradient"),
+    [
+        (eb.conditionally(eb.sgd(0.1), False), 1.0),
+        (eb.freezable({"all": eb.sgd(0.1)}, "all", frozen=("all",)), 1.0),
+        (eb.accumulate(eb.sgd(0.1), 2), 1.0),
+        (eb.apply_if_finite(eb.sgd(0.1)), math.inf),
+        (eb.skip_large_updates(eb.sgd(0.1), 1.0), 10.0),
+    ],
+    ids=["conditionally", "freezable", "accumulate", "apply if finite", "skip large updates"],
+)
+def test_a_step_that_does_not_count_keeps_the_sign_of_minus_zero(tx: Any, gradient: float) -> None:
     params = torch.tensor([-0.0, 0.0, 1.0])
-    opt = eb.with_policy(eb.conditionally(eb.sgd(0.1), False), "FP32")
-    after, _ = opt.step(params, torch.ones(3), opt.init(params))
+    opt = eb.with_policy(tx, "FP32")
+    after, _ = opt.step(params, torch.full((3,), gradient), opt.init(params))
     assert bits(after) == bits(params)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 import everybit as eb
 from everybit import testing
+from everybit.protocol.parts import transforms_in
+from everybit.testing import REGISTRY
 
 AT_LEAST_ZERO: dict[str, Any] = {
     "learning_rate": eb.scale_by_learning_rate,
@@ -212,3 +215,23 @@ def test_the_derivative_of_a_step_by_the_learning_rate_is_the_direction() -> Non
 
     derivative = torch.func.grad(after)(torch.tensor(0.1, dtype=torch.float64))
     torch.testing.assert_close(derivative, -grads.sum())
+
+
+RANGED = {
+    f"{type(node).__name__}.{field}": (node, field, one)
+    for build in REGISTRY.values()
+    for node in transforms_in(build(1e-3))
+    for field, one, _ in getattr(node, "ranges", ())
+}
+
+
+@pytest.mark.parametrize("name", RANGED)
+def test_what_is_out_of_a_declared_range_is_refused_by_name(name: str) -> None:
+    node, field, one = RANGED[name]
+    for value in (math.nan, math.inf, one.low - 1e-3, one.high if one.open_high else one.high + 1e-3):
+        with pytest.raises(ValueError, match=rf"^{field}: got "):
+            replace(node, **{field: value})
+
+
+def test_most_hyperparameters_declare_their_range() -> None:
+    assert len(RANGED) > 120

@@ -361,6 +361,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "name",
     [pytest.param(name, marks=() if number % 2 else pytest.mark.exhaustive) for number, name in enumerate(FORMULAS)],
 )
+@pytest.mark.sampled(3)
 def test_options_follow_their_formulas(name: str) -> None:
     options, its = FORMULAS[name]
     tx = eb.muon(schedule, arithmetic="float64", **options)

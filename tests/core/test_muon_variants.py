@@ -96,6 +96,7 @@ SAMPLED = ("MuonEq", "MuonEq of both", "Muon+")
 @pytest.mark.parametrize(
     "name", [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.exhaustive) for name in EQUAL]
 )
+@pytest.mark.sampled(3)
 def test_equal_rows_and_columns_follow_their_formulas(name: str) -> None:
     options = EQUAL[name]
     expected = formula(equal_muon(options.get("before"), options.get("after")), SHAPES)
@@ -136,6 +137,7 @@ NORMUONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name == "an exact norm" else name for name in NORMUONS]
 )
+@pytest.mark.sampled(3)
 def test_normuon_follows_its_formulas(name: str) -> None:
     options, its = NORMUONS[name]
     expected = formula(norm_muon(**its), SHAPES)

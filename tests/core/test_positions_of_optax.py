@@ -73,28 +73,19 @@ def test_where_the_first_two_differ_a_call_of_optaxs_is_refused(name: str) -> No
         ours(name)(*REFUSED[name])
 
 
-def test_optaxs_alpha_in_the_place_of_the_last_value_is_told_what_to_write() -> None:
-    with pytest.raises(
-        TypeError, match=r"^cosine_decay_schedule: write end=0\.1\..* alpha, is a share of the first value"
-    ):
-        ours("cosine_decay_schedule")(3e-4, 100, 0.1)
-    assert eb.cosine_decay_schedule(3e-4, 100, end=3e-5)(torch.tensor(100)) == 3e-5
-
-
 @pytest.mark.parametrize(
     ("name", "given", "named"),
     [
+        ("cosine_decay_schedule", (3e-4, 100, 0.1), {"end": 3e-5}),  # optax: alpha, a share of the first value
         ("warmup_cosine_decay_schedule", (1.0, 4, 12), {"steps": 12}),
         ("polynomial_schedule", (1.0, 0.1, 20), {"steps": 20}),
         ("warmup_exponential_decay_schedule", (1.0, 4, 0.5, 9), {"rate": 0.5, "steps": 9}),
         ("piecewise_interpolate_schedule", (1.0, {3: 0.5}, "cosine"), {"interpolation": "cosine"}),
     ],
 )
-def test_positions_of_before_work_for_one_version_with_a_warning_at_the_users_line(
+def test_where_optax_has_another_argument_a_value_is_taken_by_name(
     name: str, given: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    with pytest.warns(DeprecationWarning, match=r"write .* By position this is deprecated") as told:
-        assert ours(name)(*given) == ours(name)(*given[:2], **named)
-    written = ", ".join(f"{key}={value!r}" for key, value in named.items())
-    assert f"{name}: write {written}." in str(told[0].message)
-    assert told[0].filename == __file__
+    with pytest.raises(TypeError, match="positional argument"):
+        ours(name)(*given)
+    assert callable(ours(name)(*given[:2], **named))

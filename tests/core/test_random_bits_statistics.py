@@ -50,6 +50,7 @@ def signs(words: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("key", KEYS)
+@pytest.mark.sampled(2)
 def test_the_rounding_noise_of_elements_any_distance_apart_is_uncorrelated(key: Key) -> None:
     count = 2**20
     lags = POWERS + ODD_LAGS

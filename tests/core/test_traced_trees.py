@@ -16,6 +16,7 @@ from everybit.testing import assert_same_bits
 Keys = getattr(optree.registry, "DictMetaData", None)
 
 
+@pytest.mark.exhaustive
 def test_a_users_compiled_step_takes_trees_of_dicts_apart_in_eager_codes_order() -> None:
     optimizer = eb.with_policy(eb.adamw(1e-3), eb.policies.EXACT_BF16)
     params: dict[str, Any] = {

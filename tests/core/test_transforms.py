@@ -112,6 +112,7 @@ ADAM_GRID = [
 
 @pytest.mark.parametrize("hyper", ADAM_GRID, ids=str)
 @pytest.mark.parametrize(("ours", "theirs"), [(eb.adam, torch.optim.Adam), (eb.adamw, torch.optim.AdamW)])
+@pytest.mark.sampled(4)
 def test_adam_and_adamw_follow_torch(ours: Any, theirs: Any, hyper: dict[str, Any]) -> None:
     # torch.optim.AdamW multiplies by 1 - lr * weight_decay, rounded to float32 (the same way each step), and rounds the product.
     factor = 1 - 0.01 * hyper["weight_decay"]
@@ -134,6 +135,7 @@ def test_adam_and_adamw_follow_torch(ours: Any, theirs: Any, hyper: dict[str, An
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("momentum", [None, 0.9])
 @pytest.mark.parametrize(("weight_decay", "maximize"), [(0.0, False), (0.1, True)])
+@pytest.mark.sampled(4)
 def test_rmsprop_follows_torch(centered: bool, momentum: float | None, weight_decay: float, maximize: bool) -> None:
     assert_follows(
         eb.rmsprop(

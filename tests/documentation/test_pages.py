@@ -333,7 +333,16 @@ def test_set_up_is_for_pages_that_there_are() -> None:
     assert PAGES.keys() <= set(pages_with_blocks())
 
 
-@pytest.mark.parametrize("page", pages_with_blocks())
+SLOW = (
+    "docs/tutorials/choose_a_policy.md", "docs/tutorials/write_an_optimizer.md", "docs/tutorials/swap_one_line.md",
+    "docs/tutorials/lora_in_bf16.md", "docs/tutorials/write_a_matrix_optimizer.md", "docs/how-to/local_steps.md",
+    "docs/how-to/offload_to_the_host.md", "docs/transforms.md",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in pages_with_blocks()]
+)
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,11 +152,12 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
         for one in itertools.product((1, 2, 3), FLAT, range(len(CASES)))
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_what_persists_and_is_sent_is_planned_to_the_byte(size: int, strategy: Strategy, case: int) -> None:
     require_measured(run(size, measured, strategy, *CASES[case]), totals=CASES[case][3].reduces)
 
 
+@pytest.mark.exhaustive
 def test_so_it_is_in_two_dimensions() -> None:
     for case in (CASES[1], CASES[3], CASES[6]):
         found = run(4, on_a_mesh, measured, 2, 2, "optim_grads", *case)

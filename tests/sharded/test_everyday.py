@@ -294,6 +294,7 @@ def clipped(strategy: Strategy, order: float, foreach: bool | None, tiny: bool) 
 
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("strategy", FLAT)
+@pytest.mark.sampled(3)
 def test_clip_grad_norm_measures_all_ranks(strategy: Strategy, order: float) -> None:
     """It saw each rank's own parts, and scaled each rank's otherwise."""
     for tiny, size in ((False, 2), (True, 3)):

@@ -90,7 +90,7 @@ def launched(size: int, out: Path, *arguments: str) -> subprocess.CompletedProce
 @pytest.mark.parametrize(
     "resumed_on", [3, pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.exhaustive)]
 )
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_with_other_ranks_and_the_same_losses(resumed_on: int, tmp_path: Path) -> None:
     """Bit for bit as one that was never interrupted, on two ranks."""
     run(2, uninterrupted, tmp_path / "whole", 7)

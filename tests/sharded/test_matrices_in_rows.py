@@ -115,6 +115,7 @@ def in_rows(shape: tuple[int, ...] | None, at_least: int) -> dict[str, tuple[Wei
     ],
 )
 @pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 def test_rows_give_the_bits_of_the_whole_model(size: int, shape: tuple[int, ...] | None, at_least: int) -> None:
     """With two param groups, a frozen parameter, and parameters without a gradient in some steps."""
     expected = {name: one_process(name) for name in CASES}

@@ -99,6 +99,7 @@ class Scaled:
 
 
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.sampled(2)
 def test_torchs_name_of_another_optimizers_hyperparameter_may_be_a_fields(compile: bool) -> None:
     model = at_zero()
     stepper = FlatStepper(model, eb.chain(Scaled(2.0), eb.sgd(1.0)), compile=compile)

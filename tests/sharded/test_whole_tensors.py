@@ -17,7 +17,6 @@ from everybit_torch import TorchOptimizer
 from everybit_torch.checkpoint.sharded import load_sharded, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
-from tests.sharded.test_per_tensor import Layer, Model, inputs
 from tests.support.exact_models import whole_of
 from tests.support.programs import FLAT
 from tests.support.ranks import run
@@ -38,6 +37,43 @@ TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
     ),
 }
 STEPS = 3
+
+
+class Layer(nn.Module):
+    """Its gradients are multiples of a quarter, exact in every order of addition."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape))
+        self.bias = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat: Tensor = self.weight.reshape(-1)
+        return (flat * x[: flat.numel()]).sum() + (self.bias * x[:1]).sum()
+
+
+class Model(nn.Module):
+    """Sizes that no number of ranks divides, so that parameters lie on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Parameter(torch.linspace(-1, 1, 13))
+        self.layers = nn.ModuleList([Layer(3, 5), Layer(2, 2, 3), Layer(17)])
+        self.scale = nn.Parameter(torch.ones(1))
+        # In the buffer of `entry` and `scale`, and not beside them in the model.
+        self.exit = nn.ParameterList([nn.Parameter(torch.linspace(0.5, 1, 5))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = (self.entry * x[:13]).sum() + (self.scale * x[:1]).sum()
+        for layer in self.layers:
+            total = total + layer(x)
+        exit: Tensor = self.exit[0]
+        return total + (exit * x[:5]).sum()
+
+
+def inputs(step: int, rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return (torch.randint(-8, 9, (20,), generator=generator).float() / 4).to(dtype)
 
 
 def stored(policy: str) -> eb.Policy:

@@ -300,6 +300,7 @@ def test_an_error_of_a_transform_is_raised_as_it_is_and_nothing_is_changed() -> 
 # -- few graphs -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_constant_that_changes_at_every_step_is_not_compiled_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "LIMIT", 2)
 

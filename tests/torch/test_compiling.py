@@ -85,6 +85,7 @@ def test_steps_are_compiled_to_one_loop_over_registers_with_eagers_bits(name: st
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("TIGHT_BF16", "LEAN_BF16", "KAHAN_BF16")),
     ],
 )
+@pytest.mark.exhaustive
 def test_without_vectors_for_bits_the_bits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     expected = stepped(name, compile=False)

@@ -116,6 +116,7 @@ def test_without_a_compiler_it_is_not_compiled_and_the_log_says_so_once(
 
 
 @pytest.mark.usefixtures("worth_it")
+@pytest.mark.exhaustive
 def test_a_copy_goes_on_by_itself(tmp_path: os.PathLike[str]) -> None:
     model = Awkward()
     optimizer = AdamW(model.parameters(), lr=1e-2)

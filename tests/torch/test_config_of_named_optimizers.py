@@ -42,7 +42,7 @@ OTHER: list[tuple[eb.OptimizerName, dict[str, Any]]] = [
     [*((name, {}) for name in eb.optimizers()), *OTHER],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_it_survives_dicts_files_and_pickles_and_builds_what_its_name_says(
     name: eb.OptimizerName, values: dict[str, Any], tmp_path: Path
 ) -> None:

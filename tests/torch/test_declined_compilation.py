@@ -82,7 +82,7 @@ def trained(
     ],
 )
 @pytest.mark.parametrize("name", DECLINES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_step_happens_once_however_the_compiler_declines(
     name: str, make: Callable[..., TorchOptimizer], when: int
 ) -> None:
@@ -151,6 +151,7 @@ def test_the_warning_says_what_was_given_and_points_at_the_users_line(
     assert told.filename == __file__
 
 
+@pytest.mark.exhaustive
 def test_the_environments_switch_is_such_a_case() -> None:
     program = (
         "import torch; from everybit_torch import SGD\n"

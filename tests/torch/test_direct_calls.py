@@ -149,6 +149,7 @@ class Scaled:
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.exhaustive
 def test_what_may_change_besides_is_left_to_dynamo(through_dynamo: list[int]) -> None:
     """A function of the user's own may be given other numbers by its closure at any time, and compiled code follows it."""
     found = []

@@ -43,7 +43,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("ours", "theirs", "arguments", "alone", "skipping"), cases(), indirect=["alone"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_float64_follows_torch_for_200_steps(
     ours: type[TorchOptimizer],
     theirs: type[torch.optim.Optimizer],

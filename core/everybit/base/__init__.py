@@ -25,9 +25,15 @@ from everybit.base.random_bits import Key, Lane, Numbering, require_seed, stream
 from everybit.base.random_normal import normal
 from everybit.base.rounding import straight_through
 from everybit.base.scalars import (
+    Finite,
     Hyperparameter,
+    NonNegative,
+    Range,
+    Ranged,
+    Rate,
     Scalar,
     Schedule,
+    Share,
     as_tensor,
     at,
     beside,
@@ -42,10 +48,11 @@ from everybit.base.scalars import (
 from everybit.base.tree import Slot, state
 
 __all__ = [
-    "COMPUTE_DTYPES", "FLOAT_DTYPES", "LOW_DTYPES", "Blocks", "ComputeDType", "FirstElement", "FloatDType", "Hyperparameter", "Key", "Lane",
-    "LowDType", "Numbering", "Scalar", "Scattered", "Schedule", "Slot", "as_tensor", "at", "atan", "beside", "bias_correction", "by_name",
-    "clamp", "cos", "dtype_name", "exp", "first_of_whole", "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log",
-    "materialize", "mean", "normal", "once", "plain_name", "require", "require_count", "require_each", "require_member", "require_name",
-    "require_patterns", "require_seed", "require_step", "sqrt", "square_root", "state", "state_dict", "straight_through", "stream",
-    "sum_of_squares", "torch_dtype", "tree", "uniform", "without_autocast", "without_gaps",
+    "COMPUTE_DTYPES", "FLOAT_DTYPES", "LOW_DTYPES", "Blocks", "ComputeDType", "Finite", "FirstElement", "FloatDType", "Hyperparameter",
+    "Key", "Lane", "LowDType", "NonNegative", "Numbering", "Range", "Ranged", "Rate", "Scalar", "Scattered", "Schedule", "Share",
+    "Slot", "as_tensor", "at", "atan", "beside", "bias_correction", "by_name", "clamp", "cos", "dtype_name", "exp", "first_of_whole",
+    "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log", "materialize", "mean", "normal", "once",
+    "plain_name", "require", "require_count", "require_each", "require_member", "require_name", "require_patterns", "require_seed",
+    "require_step", "sqrt", "square_root", "state", "state_dict", "straight_through", "stream", "sum_of_squares", "torch_dtype", "tree",
+    "uniform", "without_autocast", "without_gaps",
 ]  # fmt: skip

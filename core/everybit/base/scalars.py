@@ -6,11 +6,12 @@ A hyperparameter is a float, a 0-d tensor, or a schedule: a function from the nu
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -112,22 +113,23 @@ class Ranged:
 
     __slots__ = ()
 
-    ranges: ClassVar[tuple[tuple[str, Range], ...]] = ()
+    ranges: ClassVar[tuple[tuple[str, Range, bool], ...]] = ()
+    """Fields with a range, and whether each accepts None."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        names: dict[str, Any] = vars(sys.modules[cls.__module__])
-        own = []
-        for field, annotation in cls.__dict__.get("__annotations__", {}).items():
+        known = vars(sys.modules.get(cls.__module__, math))
+        for field, annotation in inspect.get_annotations(cls).items():
             # Names are looked up, and no annotation is evaluated: inside of a function it may have no meaning yet.
-            kind = names.get(annotation.removesuffix(" | None")) if isinstance(annotation, str) else annotation
-            own += [(field, one) for one in getattr(kind, "__metadata__", ()) if isinstance(one, Range)]
-        cls.ranges = (*cls.ranges, *own) if own else cls.ranges
+            name, bar, _ = str(annotation).partition(" | None")
+            kind = known.get(name) if isinstance(annotation, str) else annotation
+            own = tuple((field, one, bool(bar)) for one in getattr(kind, "__metadata__", ()) if isinstance(one, Range))
+            cls.ranges = tuple(old for old in cls.ranges if old[0] != field) + own
 
     def __post_init__(self) -> None:
-        for name, one in self.ranges:
+        for name, one, is_optional in self.ranges:
             value = getattr(self, name)
-            if value is not None or type(self).__annotations__.get(name, "").find("None") < 0:
+            if not is_optional or value is not None:
                 require(name, value, one.low, one.high, open_high=one.open_high)
 
 

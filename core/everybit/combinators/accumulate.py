@@ -9,8 +9,8 @@ from torch import Tensor
 
 from everybit.base import Slot, require_count, tree
 from everybit.combinators.chain import zero_step
-from everybit.combinators.wrapping import Wrapping
-from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays, enter, require_transform
+from everybit.combinators.wrapping import Wrapping, gated
+from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays, require_transform
 
 P = TypeVar("P")
 
@@ -70,13 +70,11 @@ class Accumulate(Wrapping):
         due = count == self.every
         step = state.step + due
 
-        def kept(moves: P, inner: Any) -> tuple[P, AccumulateState[P]]:
-            none = tree.zeros_like(updates)
-            return tree.where(due, moves, none), AccumulateState(
-                step, count * ~due, tree.where(due, none, mean), tree.where(due, inner, state.inner)
-            )
+        def after(moves: P, inner: Any) -> tuple[P, AccumulateState[P]]:
+            left = tree.where(due, tree.zeros_like(mean), mean)
+            return moves, AccumulateState(step, count * ~due, left, inner)
 
-        return enter(self.transform, mean, state.inner, params, ctx.counted(state.step + 1), kept)
+        return gated(due, self.transform, mean, state.inner, params, ctx.counted(state.step + 1), after)
 
 
 accumulate = Accumulate

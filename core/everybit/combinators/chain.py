@@ -10,22 +10,8 @@ import torch
 from torch import Tensor
 
 from everybit.base import tree
-from everybit.protocol import (
-    ALONE,
-    Context,
-    Cut,
-    SlotDecay,
-    Transform,
-    any_draws,
-    any_per_tensor,
-    any_reduces,
-    coarsest,
-    decays,
-    enter,
-    eval_params,
-    periods,
-    require_transform,
-)
+from everybit.combinators.wrapping import Composed
+from everybit.protocol import ALONE, Context, Transform, enter, eval_params, require_transform
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -50,7 +36,7 @@ class NamedChainState:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(Composed):
     """Transforms applied left to right."""
 
     transforms: tuple[Transform[Any], ...]
@@ -59,33 +45,9 @@ class Chain:
         for index, transform in enumerate(self.transforms):
             require_transform(transform, who=f"chain, argument {index}")
 
-    @property
-    def cut(self) -> Cut:
-        """The coarsest of the parts."""
-        return coarsest(self.transforms)
-
-    @property
-    def reduces(self) -> bool:
-        """Whether a part reduces."""
-        return any_reduces(self.transforms)
-
-    @property
-    def draws(self) -> bool:
-        """Whether a part draws random bits."""
-        return any_draws(self.transforms)
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether a part reduces over each parameter."""
-        return any_per_tensor(self.transforms)
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the transforms of the chain declare."""
-        return decays(*self.transforms)
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the transforms of the chain declare."""
-        return periods(*self.transforms)
+    def parts(self) -> tuple[Transform[Any], ...]:
+        """Return the transforms in order."""
+        return self.transforms
 
     def eval_params(self, params: P, state: ChainState) -> P:
         """Return the weights for evaluation: each part maps those of the part before it."""
@@ -111,7 +73,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedChain:
+class NamedChain(Composed):
     """Transforms with names, applied in order; their states are found by name."""
 
     transforms: Mapping[str, Transform[Any]] = field(hash=False)
@@ -120,33 +82,9 @@ class NamedChain:
         for name, transform in self.transforms.items():
             require_transform(transform, who=f"named_chain, {name!r}")
 
-    @property
-    def cut(self) -> Cut:
-        """The coarsest of the parts."""
-        return coarsest(self.transforms.values())
-
-    @property
-    def reduces(self) -> bool:
-        """Whether a part reduces."""
-        return any_reduces(self.transforms.values())
-
-    @property
-    def draws(self) -> bool:
-        """Whether a part draws random bits."""
-        return any_draws(self.transforms.values())
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether a part reduces over each parameter."""
-        return any_per_tensor(self.transforms.values())
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the transforms of the chain declare."""
-        return decays(*self.transforms.values())
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the transforms of the chain declare."""
-        return periods(*self.transforms.values())
+    def parts(self) -> tuple[Transform[Any], ...]:
+        """Return the transforms in order."""
+        return tuple(self.transforms.values())
 
     def eval_params(self, params: P, state: NamedChainState) -> P:
         """Return the weights for evaluation: each part maps those of the part before it."""
@@ -162,13 +100,12 @@ class NamedChain:
     def update(self, updates: P, state: NamedChainState, params: P, ctx: Context = ALONE) -> tuple[P, NamedChainState]:
         """Apply each part's update to the output of the part before it."""
         step = state.step + 1
-        parts = tuple(self.transforms.values())
         inner = tuple(state.states[name] for name in self.transforms)
 
         def named(updates: P, states: tuple[Any, ...]) -> tuple[P, NamedChainState]:
             return updates, NamedChainState(step, dict(zip(self.transforms, states, strict=True)))
 
-        return _run(parts, updates, inner, params, ctx.at(step), named)
+        return _run(self.parts(), updates, inner, params, ctx.at(step), named)
 
 
 def _run(

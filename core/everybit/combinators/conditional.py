@@ -12,8 +12,8 @@ from torch import Tensor
 from everybit.base import Scalar, require, require_step, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.masked import Partition, PartitionState
-from everybit.combinators.wrapping import Wrapping
-from everybit.protocol import ALONE, Context, Transform, enter, require_transform, then
+from everybit.combinators.wrapping import Wrapping, gated
+from everybit.protocol import ALONE, Context, Transform, require_transform, then
 
 P = TypeVar("P")
 
@@ -84,11 +84,12 @@ class Conditionally(Wrapping):
         def judged(found: object) -> tuple[P, ConditionallyState]:
             holds = when if found is None else when & _truth(found, "judge", state.step)
 
-            def kept(moves: P, inner: Any) -> tuple[P, ConditionallyState]:
-                moves = tree.where(holds, moves, updates) if self.otherwise == "pass" else _moved_if(holds, moves)
-                return moves, ConditionallyState(state.step + holds, tree.where(holds, inner, state.inner))
+            def after(moves: P, inner: Any) -> tuple[P, ConditionallyState]:
+                return moves, ConditionallyState(state.step + holds, inner)
 
-            return enter(self.transform, updates, state.inner, params, ctx.counted(state.step + 1), kept)
+            passed = updates if self.otherwise == "pass" else None
+            counted = ctx.counted(state.step + 1)
+            return gated(holds, self.transform, updates, state.inner, params, counted, after, passed)
 
         return then(None if self.judge is None else self.judge(updates, ctx), judged)
 
@@ -112,12 +113,10 @@ class Freezable(Wrapping):
         """Return the inner update, or zeros while frozen."""
         moving = ~state.frozen
 
-        def kept(moves: P, inner: Any) -> tuple[P, FreezableState]:
-            return _moved_if(moving, moves), FreezableState(
-                state.frozen.clone(), state.step + moving, tree.where(moving, inner, state.inner)
-            )
+        def after(moves: P, inner: Any) -> tuple[P, FreezableState]:
+            return moves, FreezableState(state.frozen.clone(), state.step + moving, inner)
 
-        return enter(self.transform, updates, state.inner, params, ctx.counted(state.step + 1), kept)
+        return gated(moving, self.transform, updates, state.inner, params, ctx.counted(state.step + 1), after)
 
 
 def conditionally(
@@ -257,8 +256,3 @@ def _truth(value: object, name: str, like: Tensor) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim:
         raise TypeError(f"conditionally, {name}: gave {value!r}; accepted is a 0-d tensor, of bools or numbers.")
     return value.to(like.device, non_blocking=True) != 0
-
-
-def _moved_if(holds: Tensor, moves: P) -> P:
-    """The updates where a condition holds, else minus zero: added to it, a weight of minus zero keeps its sign."""
-    return tree.map(lambda move: torch.where(holds, move, -0.0), moves)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from everybit.base import require_count, tree
 from everybit.combinators.chain import zero_step
-from everybit.combinators.wrapping import Wrapping
-from everybit.protocol import ALONE, Context, Max, Transform, enter, require_transform
+from everybit.combinators.wrapping import Wrapping, gated
+from everybit.protocol import ALONE, Context, Max, Transform, require_transform
 
 P = TypeVar("P")
 
@@ -67,12 +67,10 @@ class ApplyIfFinite(Wrapping):
             if self.max_consecutive is not None:
                 apply = apply | (consecutive > self.max_consecutive)
 
-            def kept(moves: P, inner: Any) -> tuple[P, ApplyIfFiniteState]:
-                return tree.where(apply, moves, tree.zeros_like(updates)), ApplyIfFiniteState(
-                    state.step + apply, state.skipped + ~apply, consecutive, tree.where(apply, inner, state.inner)
-                )
+            def after(moves: P, inner: Any) -> tuple[P, ApplyIfFiniteState]:
+                return moves, ApplyIfFiniteState(state.step + apply, state.skipped + ~apply, consecutive, inner)
 
-            return enter(self.transform, updates, state.inner, params, ctx.counted(state.step + 1), kept)
+            return gated(apply, self.transform, updates, state.inner, params, ctx.counted(state.step + 1), after)
 
         return ctx.request(Max((~tree.all_finite(updates)).long()), judged)
 

@@ -9,22 +9,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from everybit.base import tree
-from everybit.combinators.wrapping import Wrapping
-from everybit.protocol import (
-    ALONE,
-    Context,
-    Cut,
-    SlotDecay,
-    Transform,
-    any_draws,
-    any_per_tensor,
-    any_reduces,
-    decays,
-    enter,
-    eval_params,
-    periods,
-    require_transform,
-)
+from everybit.combinators.wrapping import Composed, Wrapping
+from everybit.protocol import ALONE, Context, Cut, Transform, enter, eval_params, require_transform
 
 P = TypeVar("P")
 
@@ -103,7 +89,7 @@ class Masked(Wrapping):
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(Composed):
     """Update each leaf with the transform of its label. The ``optional`` labels need no leaf."""
 
     transforms: Mapping[str, Transform[Any]] = field(hash=False)
@@ -114,33 +100,14 @@ class Partition:
         for name, transform in self.transforms.items():
             require_transform(transform, who=f"partition, {name!r}")
 
+    def parts(self) -> tuple[Transform[Any], ...]:
+        """Return the transforms of all labels."""
+        return tuple(self.transforms.values())
+
     @property
     def cut(self) -> Cut:
         """``"tensor"``, since an element does not know its label. Code that evaluates the labels first may cut as the parts allow."""
         return "tensor"
-
-    @property
-    def reduces(self) -> bool:
-        """Whether a part reduces."""
-        return any_reduces(self.transforms.values())
-
-    @property
-    def draws(self) -> bool:
-        """Whether a part draws random bits."""
-        return any_draws(self.transforms.values())
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether a part reduces over each parameter."""
-        return any_per_tensor(self.transforms.values())
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the transforms of all labels declare."""
-        return decays(*self.transforms.values())
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the transforms of all labels declare."""
-        return periods(*self.transforms.values())
 
     def eval_params(self, params: P, state: PartitionState) -> P:
         """Return each label's weights for evaluation of its leaves."""
@@ -182,22 +149,32 @@ class Partition:
     def update(self, updates: P, state: PartitionState, params: P, ctx: Context = ALONE) -> tuple[P, PartitionState]:
         """Each label's update of its leaves."""
         updates = tree.ordered_as(params, updates)
-        labels, names = self._labels(params), list(self.transforms)
+        return self._run(self._labels(params), updates, state, params, ctx, updates, {})
 
-        def run(merged: P, states: dict[str, Any]) -> tuple[P, PartitionState]:
-            index = len(states)
-            if index == len(names):
-                return merged, PartitionState(states)
-            name = names[index]
-            chosen = [label == name for label in labels]
-            # By position, as in a chain: a front end that knows the labels replaces a partition so.
-            inside = ctx.of(chosen).inside(index)
-            return enter(
-                self.transforms[name], _select(updates, chosen), state.by_label[name], _select(params, chosen), inside,
-                lambda moves, inner: run(_merge(merged, moves), states | {name: inner}),
-            )  # fmt: skip
+    def _run(
+        self,
+        labels: list[str],
+        updates: P,
+        state: PartitionState,
+        params: P,
+        ctx: Context,
+        merged: P,
+        done: dict[str, Any],
+    ) -> tuple[P, PartitionState]:
+        """Update the leaves of the labels from number ``len(done)`` on."""
+        if len(done) == len(self.transforms):
+            return merged, PartitionState(done)
+        name = list(self.transforms)[len(done)]
+        chosen = [label == name for label in labels]
 
-        return run(updates, {})
+        # A closure that refers to itself would keep its tensors until Python's collector comes.
+        def further(moves: Any, inner: Any) -> tuple[P, PartitionState]:
+            return self._run(labels, updates, state, params, ctx, _merge(merged, moves), done | {name: inner})
+
+        # By position, as in a chain: a front end that knows the labels replaces a partition so.
+        inside = ctx.of(chosen).inside(len(done))
+        own, weights = _select(updates, chosen), _select(params, chosen)
+        return enter(self.transforms[name], own, state.by_label[name], weights, inside, further)
 
     def _labels(self, params: object) -> list[str]:
         labels = tree.label(self.labels, params)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from everybit.base import Scalar, require, tree
 from everybit.combinators.chain import zero_step
-from everybit.combinators.wrapping import Wrapping
-from everybit.protocol import ALONE, Context, SumOfSquares, Transform, enter, require_transform
+from everybit.combinators.wrapping import Wrapping, gated
+from everybit.protocol import ALONE, Context, SumOfSquares, Transform, require_transform
 
 P = TypeVar("P")
 
@@ -65,12 +65,10 @@ class SkipLargeUpdates(Wrapping):
         def judged(square: Tensor) -> tuple[P, SkipLargeUpdatesState]:
             apply = square < self.limit * self.limit
 
-            def kept(moves: P, inner: Any) -> tuple[P, SkipLargeUpdatesState]:
-                return tree.where(apply, moves, tree.zeros_like(updates)), SkipLargeUpdatesState(
-                    state.step + apply, state.skipped + ~apply, tree.where(apply, inner, state.inner)
-                )
+            def after(moves: P, inner: Any) -> tuple[P, SkipLargeUpdatesState]:
+                return moves, SkipLargeUpdatesState(state.step + apply, state.skipped + ~apply, inner)
 
-            return enter(self.transform, updates, state.inner, params, ctx.counted(state.step + 1), kept)
+            return gated(apply, self.transform, updates, state.inner, params, ctx.counted(state.step + 1), after)
 
         return ctx.request(SumOfSquares(updates), judged)
 

@@ -1,53 +1,106 @@
-"""Promises of a combinator with one transform: those of its transform."""
+"""Promises of combinators: those of the transforms inside."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from everybit.protocol import Cut, SlotDecay, Transform, any_draws, any_per_tensor, decays, eval_params, periods
+import torch
+from torch import Tensor
+
+from everybit.base import tree
+from everybit.protocol import (
+    Context,
+    Cut,
+    SlotDecay,
+    Transform,
+    any_draws,
+    any_per_tensor,
+    any_reduces,
+    coarsest,
+    decays,
+    enter,
+    eval_params,
+    periods,
+)
 
 P = TypeVar("P")
+R = TypeVar("R")
 
 
-class Wrapping:
-    """Base class of combinators of one transform.
+class Composed:
+    """Base class of combinators, with the promises of all transforms inside; a combinator that does more overrides them."""
 
-    The transform is the field ``transform``, and its state the field ``inner`` of the combinator's state. A combinator that does more than
-    its transform overrides these promises.
-    """
+    __slots__ = ()
+
+    def parts(self) -> Collection[Transform[Any]]:
+        """Return the transforms inside, in order."""
+        raise NotImplementedError
+
+    @property
+    def cut(self) -> Cut:
+        """How finely parameters may be cut: as the coarsest part says."""
+        return coarsest(self.parts())
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a part reduces."""
+        return any_reduces(self.parts())
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether a part reduces over each parameter."""
+        return any_per_tensor(self.parts())
+
+    @property
+    def draws(self) -> bool:
+        """Whether a part draws random bits."""
+        return any_draws(self.parts())
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """Return the decay rates that the parts declare."""
+        return decays(*self.parts())
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the parts declare."""
+        return periods(*self.parts())
+
+
+class Wrapping(Composed):
+    """Base class of combinators of one transform: the field ``transform``, and its state the field ``inner`` of the combinator's state."""
 
     __slots__ = ()
 
     transform: Transform[Any]
 
-    @property
-    def cut(self) -> Cut:
-        """How finely parameters may be cut: as those of the inner transform."""
-        return self.transform.cut
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the inner transform does."""
-        return self.transform.reduces
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether the inner transform reduces over each parameter."""
-        return any_per_tensor([self.transform])
-
-    @property
-    def draws(self) -> bool:
-        """Whether the inner transform does."""
-        return any_draws([self.transform])
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the inner transform declares."""
-        return decays(self.transform)
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the inner transform declares."""
-        return periods(self.transform)
+    def parts(self) -> tuple[Transform[Any]]:
+        """Return the transform."""
+        return (self.transform,)
 
     def eval_params(self, params: P, state: Any) -> P:
         """Return the inner transform's weights for evaluation."""
         return eval_params(self.transform, params, state.inner)
+
+
+def gated(
+    holds: Tensor,
+    transform: Transform[Any],
+    updates: P,
+    inner: Any,
+    params: P,
+    ctx: Context,
+    after: Callable[[P, Any], R],
+    otherwise: P | None = None,
+) -> R:
+    """Go on with an update that counts only if ``holds``; else the inner state stays, and updates are ``otherwise``, or minus zero.
+
+    Added to minus zero, a weight of minus zero keeps its sign. The choice is made on the device: the update is computed in any case.
+    """
+
+    def kept(moves: P, new: Any) -> R:
+        state = tree.where(holds, new, inner)
+        if otherwise is not None:
+            return after(tree.where(holds, moves, otherwise), state)
+        return after(tree.map(lambda move: torch.where(holds, move, -0.0), moves), state)
+
+    return enter(transform, updates, inner, params, ctx, kept)

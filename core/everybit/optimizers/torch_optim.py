@@ -76,7 +76,7 @@ def radam(
         weight_decay: L2 penalty, added to the gradient.
         decoupled_weight_decay: A step shrinks a parameter by ``learning_rate * weight_decay`` of itself instead, as
             :func:`everybit.adamw` does.
-        threshold: The length of the second moment above which it is used, at least 4; see :class:`~everybit.transforms.adam_variants.ScaleByRadam`.
+        threshold: The length of the second moment above which it is used, at least 4; see :class:`everybit.scale_by_radam`.
         eps_after_correction: Add ``eps`` after the bias of the root is corrected, as optax does.
         maximize: Ascend instead.
 

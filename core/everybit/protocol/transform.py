@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-from everybit.base import Hyperparameter
+from everybit.base import Hyperparameter, Ranged
 from everybit.protocol.context import ALONE, Context
 
 P = TypeVar("P")
@@ -58,42 +58,28 @@ class Transform(Protocol[S]):
         ...
 
 
-class Elementwise:
+class Elementwise(Ranged):
     """Base class of transforms that work element by element and reduce nothing.
 
-    One that reduces overrides :attr:`reduces`.
+    One that reduces has the class variable ``reduces = True``.
     """
 
     __slots__ = ()
 
-    @property
-    def cut(self) -> Cut:
-        """``"element"``: parameters may be cut anywhere."""
-        return "element"
-
-    @property
-    def reduces(self) -> bool:
-        """False: the update needs no sum over parameters."""
-        return False
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
 
 
-class WholeTensors:
+class WholeTensors(Ranged):
     """Base class of transforms that need each parameter as a whole, without reductions over several.
 
-    One that reduces overrides :attr:`reduces`.
+    One that reduces has the class variable ``reduces = True``.
     """
 
     __slots__ = ()
 
-    @property
-    def cut(self) -> Cut:
-        """``"tensor"``: no parameter may be cut."""
-        return "tensor"
-
-    @property
-    def reduces(self) -> bool:
-        """False: the update needs no sum over several parameters."""
-        return False
+    cut: ClassVar[Cut] = "tensor"
+    reduces: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,59 +7,14 @@ values: they compare, print and pickle. They read the step on its device and nev
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from everybit.base import Schedule, cos, is_zero, require, require_count
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def taken_by_name(
-    positions: int, *names: str, refused_for: str | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Say what to write where arguments that are taken by name are given by position.
-
-    A schedule with a name of optax's takes by position what optax takes there, so that no call of optax's means something else here.
-
-    Args:
-        positions: Number of arguments that are taken by position.
-        *names: The arguments that followed these in versions before 0.3, in order.
-        refused_for: Why they are refused there. None: they are accepted with a DeprecationWarning until version 0.4.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def by_name(*args: P.args, **kwargs: P.kwargs) -> R:
-            extra = args[positions:]
-            if not extra or len(extra) > len(names):
-                return function(*args, **kwargs)
-            title = function.__name__
-            write = ", ".join(f"{name}={value!r}" for name, value in zip(names, extra, strict=False))
-            if refused_for is not None:
-                raise TypeError(
-                    f"{title}: write {write}. Got {', '.join(map(repr, extra))} by position; {refused_for}."
-                )
-            named: dict[str, Any] = dict(zip(names, extra, strict=False))
-            result = function(*args[:positions], **named, **kwargs)  # type: ignore[arg-type]  # names are the function's own
-            warnings.warn(
-                f"{title}: write {write}. By position this is deprecated, because optax's function of this name has another"
-                f" argument there; version 0.4 refuses it.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            return result
-
-        return by_name
-
-    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +53,25 @@ class LinearSchedule:
 class CosineDecaySchedule:
     """A schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``.
 
-    It is the decay of Loshchilov & Hutter 2017, arXiv:1608.03983. ``exponent`` is the power to which the falling cosine is raised.
+    The first update has ``start``, and the update with ``steps`` before it is the first that has ``end``.
+
+    Args:
+        start: First value.
+        steps: Updates from ``start`` to ``end``.
+        end: Last value. optax has ``alpha`` instead, a share of the first: ``end=alpha * start``.
+        exponent: Power of the falling cosine, above zero.
+
+    Raises:
+        TypeError: ``end`` by position, where optax has a share of the first value.
+        ValueError: A number that is not finite, or out of range.
+
+    Reference:
+        Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983.
     """
 
     start: float
     steps: int
+    _: KW_ONLY
     end: float = 0.0
     exponent: float = 1.0
 
@@ -126,13 +95,15 @@ class JoinSchedules:
 
     Args:
         schedules: One schedule or more.
-        boundaries: Update at which each but the first begins, increasing.
+        boundaries: Update at which each but the first begins, increasing: ``boundaries[i]`` is that of ``schedules[i + 1]``.
     """
 
-    schedules: tuple[Schedule, ...]
-    boundaries: tuple[int, ...]
+    schedules: Sequence[Schedule]
+    boundaries: Sequence[int]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "schedules", tuple(self.schedules))
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
         if not self.schedules or len(self.boundaries) != len(self.schedules) - 1:
             raise ValueError(
                 f"boundaries: got {len(self.boundaries)} for {len(self.schedules)} schedules; accepted is one less than schedules,"
@@ -152,43 +123,12 @@ class JoinSchedules:
         return value
 
 
-def constant_schedule(value: float) -> ConstantSchedule:
-    """Return a schedule that is ``value`` at every step."""
-    return ConstantSchedule(value)
+constant_schedule = ConstantSchedule
+linear_schedule = LinearSchedule
+cosine_decay_schedule = CosineDecaySchedule
+join_schedules = JoinSchedules
 
 
-def linear_schedule(start: float, end: float, steps: int) -> LinearSchedule:
-    """Return a schedule from ``start`` to ``end`` in ``steps`` updates, then ``end``."""
-    return LinearSchedule(start, end, steps)
-
-
-@taken_by_name(2, "end", refused_for="optax's third argument, alpha, is a share of the first value, and end is a value")
-def cosine_decay_schedule(start: float, steps: int, *, end: float = 0.0, exponent: float = 1.0) -> CosineDecaySchedule:
-    """Return a schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``.
-
-    The first update has ``start``, and the update with ``steps`` before it is the first that has ``end``.
-
-    Args:
-        start: First value.
-        steps: Updates from ``start`` to ``end``.
-        end: Last value. optax has ``alpha`` instead, a share of the first: ``end=alpha * start``.
-        exponent: Power of the falling cosine, above zero.
-
-    Raises:
-        TypeError: ``end`` by position.
-        ValueError: A number that is not finite, or out of range.
-    """
-    return CosineDecaySchedule(start, steps, end, exponent)
-
-
-def join_schedules(
-    schedules: tuple[Schedule, ...] | list[Schedule], boundaries: tuple[int, ...] | list[int]
-) -> JoinSchedules:
-    """One schedule after another; ``boundaries[i]`` is the update at which ``schedules[i + 1]`` begins, counting from zero."""
-    return JoinSchedules(tuple(schedules), tuple(boundaries))
-
-
-@taken_by_name(2, "steps")
 def warmup_cosine_decay_schedule(
     peak: float, warmup_steps: int, *, steps: int, start: float = 0.0, end: float = 0.0, exponent: float = 1.0
 ) -> JoinSchedules:
@@ -201,7 +141,10 @@ def warmup_cosine_decay_schedule(
     """
     require_longer("steps", steps, "warmup_steps", warmup_steps)
     return JoinSchedules(
-        (LinearSchedule(start, peak, warmup_steps), CosineDecaySchedule(peak, steps - warmup_steps, end, exponent)),
+        (
+            LinearSchedule(start, peak, warmup_steps),
+            CosineDecaySchedule(peak, steps - warmup_steps, end=end, exponent=exponent),
+        ),
         (warmup_steps,),
     )
 

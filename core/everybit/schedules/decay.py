@@ -6,7 +6,7 @@ update number ``steps + 1``, as in optax, and as in torch if its scheduler steps
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from everybit.schedules.basic import (
     progress,
     require_above_zero,
     require_steps,
-    taken_by_name,
 )
 
 
@@ -31,10 +30,23 @@ class PolynomialSchedule:
     .. math::
         \text{end} + (\text{start} - \text{end}) \cdot
         \begin{cases} (1 - x)^\text{power} & \text{of the remaining share} \\ 1 - x^\text{power} & \text{of the passed share} \end{cases}
+
+    As optax's, and torch's ``PolynomialLR`` with ``end=0``. To begin later, put a constant before it with :func:`everybit.join_schedules`.
+
+    Args:
+        start: First value: the first update has it.
+        end: Last value, reached at ``steps``.
+        steps: Updates from ``start`` to ``end``.
+        power: Above zero; 1 is linear.
+        of_passed: The power is that of the share that has passed.
+
+    Raises:
+        ValueError: A number that is not finite, or out of range.
     """
 
     start: float
     end: float
+    _: KW_ONLY
     steps: int
     power: float = 1.0
     of_passed: bool = False
@@ -54,11 +66,26 @@ class PolynomialSchedule:
 
 @dataclass(frozen=True, slots=True)
 class ExponentialDecaySchedule:
-    r"""A schedule that is multiplied by ``rate`` every ``steps`` updates: :math:`\text{start} \cdot \text{rate}^{t / \text{steps}}`."""
+    r"""A schedule that is multiplied by ``rate`` every ``steps`` updates: :math:`\text{start} \cdot \text{rate}^{t / \text{steps}}`.
+
+    As optax's ``exponential_decay``; as torch's ``ExponentialLR``, and with ``staircase`` as its ``StepLR``. The first update has
+    ``start``; at ``steps`` the value is ``start * rate``. It has no last value but ``end``.
+
+    Args:
+        start: First value.
+        rate: Factor for every ``steps`` updates, above zero. Above 1 the schedule grows. (optax takes 0 for a constant schedule.)
+        steps: Updates for one factor.
+        staircase: Change at multiples of ``steps`` only.
+        end: Where the schedule stops: its least value, or its greatest if ``rate`` is at least 1. None: it does not stop.
+
+    Raises:
+        ValueError: A number that is not finite, or out of range.
+    """
 
     start: float
     rate: float
     steps: int = 1
+    _: KW_ONLY
     staircase: bool = False
     end: float | None = None
 
@@ -96,9 +123,18 @@ class InverseSqrtSchedule:
 
 @dataclass(frozen=True, slots=True)
 class RelativeStepSchedule:
-    r"""Adafactor's schedule :math:`\min(\rho, 1/\sqrt t)` of the t-th update, in which :math:`\rho` is ``limit``, or ``slope`` times t."""
+    r"""Adafactor's schedule :math:`\min(\rho, 1/\sqrt t)`, where t is 1 at the first update (Shazeer & Stern 2018, section 9).
+
+    Args:
+        limit: :math:`\rho`, above zero.
+        slope: Warm up: :math:`\rho` is ``slope`` times t in the place of ``limit``; Hugging Face's ``warmup_init`` has 1e-6.
+
+    Raises:
+        ValueError: A number that is not finite, or out of range.
+    """
 
     limit: float = 1e-2
+    _: KW_ONLY
     slope: float | None = None
 
     def __post_init__(self) -> None:
@@ -113,43 +149,9 @@ class RelativeStepSchedule:
         return torch.minimum(limit, 1 / sqrt(number))
 
 
-@taken_by_name(2, "steps")
-def polynomial_schedule(start: float, end: float, *, steps: int, power: float = 1.0) -> PolynomialSchedule:
-    """Return a schedule ``end + (start - end) * (1 - t / steps) ** power`` up to ``steps``, then ``end``.
-
-    As optax's, and torch's ``PolynomialLR`` with ``end=0``. To begin later, put a constant before it with :func:`everybit.join_schedules`.
-
-    Args:
-        start: First value: the first update has it.
-        end: Last value, reached at ``steps``.
-        steps: Updates from ``start`` to ``end``.
-        power: Above zero; 1 is linear.
-
-    Raises:
-        ValueError: A number that is not finite, or out of range.
-    """
-    return PolynomialSchedule(start, end, steps, power)
-
-
-def exponential_decay_schedule(
-    start: float, rate: float, steps: int = 1, *, staircase: bool = False, end: float | None = None
-) -> ExponentialDecaySchedule:
-    """Return a schedule ``start * rate ** (t / steps)``, which has no last value but ``end``.
-
-    As optax's ``exponential_decay``; as torch's ``ExponentialLR``, and with ``staircase`` as its ``StepLR``. The first update has
-    ``start``; at ``steps`` the value is ``start * rate``.
-
-    Args:
-        start: First value.
-        rate: Factor for every ``steps`` updates, above zero. Above 1 the schedule grows. (optax takes 0 for a constant schedule.)
-        steps: Updates for one factor.
-        staircase: Change at multiples of ``steps`` only.
-        end: Where the schedule stops: its least value, or its greatest if ``rate`` is at least 1. None: it does not stop.
-
-    Raises:
-        ValueError: A number that is not finite, or out of range.
-    """
-    return ExponentialDecaySchedule(start, rate, steps, staircase, end)
+polynomial_schedule = PolynomialSchedule
+exponential_decay_schedule = ExponentialDecaySchedule
+relative_step_schedule = RelativeStepSchedule
 
 
 def warmup_constant_schedule(peak: float, warmup_steps: int, *, start: float = 0.0) -> LinearSchedule:
@@ -160,7 +162,6 @@ def warmup_constant_schedule(peak: float, warmup_steps: int, *, start: float = 0
     return LinearSchedule(start, peak, warmup_steps)
 
 
-@taken_by_name(2, "rate", "steps")
 def warmup_exponential_decay_schedule(
     peak: float,
     warmup_steps: int,
@@ -185,7 +186,7 @@ def warmup_exponential_decay_schedule(
     Raises:
         ValueError: A number that is not finite, or out of range.
     """
-    decay = ExponentialDecaySchedule(peak, rate, steps, staircase, end)
+    decay = ExponentialDecaySchedule(peak, rate, steps, staircase=staircase, end=end)
     return JoinSchedules((LinearSchedule(start, peak, warmup_steps), decay), (warmup_steps,))
 
 
@@ -210,19 +211,6 @@ def inverse_sqrt_schedule(
     require_steps("warmup_steps", warmup_steps)
     decay = InverseSqrtSchedule(peak, warmup_steps if timescale is None else timescale)
     return JoinSchedules((LinearSchedule(start, peak, warmup_steps), decay), (warmup_steps,))
-
-
-def relative_step_schedule(limit: float = 1e-2, *, slope: float | None = None) -> RelativeStepSchedule:
-    r"""Return Adafactor's schedule :math:`\min(\rho, 1/\sqrt t)`, where t is 1 at the first update (Shazeer & Stern 2018, section 9).
-
-    Args:
-        limit: :math:`\rho`, above zero.
-        slope: Warm up: :math:`\rho` is ``slope`` times t in the place of ``limit``; Hugging Face's ``warmup_init`` has 1e-6.
-
-    Raises:
-        ValueError: A number that is not finite, or out of range.
-    """
-    return RelativeStepSchedule(limit, slope)
 
 
 def power_cooldown_schedule(
@@ -272,7 +260,7 @@ def power_cooldown_schedule(
     parts: list[tuple[int, Schedule]] = [
         (warmup_steps, LinearSchedule(start, peak, max(warmup_steps, 1))),
         (steps - warmup_steps - cooldown_steps, ConstantSchedule(peak)),
-        (cooldown_steps, PolynomialSchedule(peak, end, cooldown_steps, power, of_passed)),
+        (cooldown_steps, PolynomialSchedule(peak, end, steps=cooldown_steps, power=power, of_passed=of_passed)),
     ]
     kept = [(length, part) for length, part in parts if length]
     ends = [sum(length for length, _ in kept[: index + 1]) for index in range(len(kept))]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Any, Literal, NotRequired, TypedDict, get_args
 
@@ -21,7 +21,6 @@ from everybit.schedules.basic import (
     join_schedules,
     require_above_zero,
     require_steps,
-    taken_by_name,
     warmup_cosine_decay_schedule,
 )
 
@@ -80,10 +79,26 @@ class InterpolatedSchedule:
 
 @dataclass(frozen=True, slots=True)
 class CosineRestartsSchedule:
-    """Half a cosine from ``start`` to ``end``, again and again; each is ``growth`` times as long as the cosine before."""
+    """Half a cosine from ``start`` to ``end`` with warm restarts (SGDR), without end: torch's ``CosineAnnealingWarmRestarts``.
+
+    The first update has ``start``. ``end`` itself is never reached: at ``steps`` the next period begins, with ``start``.
+
+    Args:
+        start: Value at the beginning of each period; torch's base learning rate.
+        steps: Updates in the first period; torch's ``T_0``.
+        growth: The ratio of each period's length to that of the period before, a whole number; torch's ``T_mult``.
+        end: Value that each period approaches; torch's ``eta_min``.
+
+    Raises:
+        ValueError: A number out of range.
+
+    Reference:
+        Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983.
+    """
 
     start: float
     steps: int
+    _: KW_ONLY
     growth: int = 1
     end: float = 0.0
 
@@ -109,6 +124,9 @@ class CosineRestartsSchedule:
     def _begin(self, number: Tensor) -> Tensor:
         """The update at which a period begins; float64."""
         return (self.steps * (self.growth**number - 1) / (self.growth - 1)).round()
+
+
+cosine_restarts_schedule = CosineRestartsSchedule
 
 
 class Cycle(TypedDict):
@@ -143,7 +161,6 @@ def piecewise_constant_schedule(start: float, factors: Mapping[int, float]) -> P
     return PiecewiseConstantSchedule(start, tuple(sorted(factors.items())))
 
 
-@taken_by_name(2, "interpolation")
 def piecewise_interpolate_schedule(
     start: float, factors: Mapping[int, float], *, interpolation: Interpolation = "linear"
 ) -> InterpolatedSchedule:
@@ -248,26 +265,6 @@ def linear_one_cycle_schedule(
     return InterpolatedSchedule(((0, first), (up, peak), (down, first), (steps, last)), "linear")
 
 
-def cosine_restarts_schedule(start: float, steps: int, *, growth: int = 1, end: float = 0.0) -> CosineRestartsSchedule:
-    """Half a cosine from ``start`` to ``end`` with warm restarts (SGDR), without end: torch's ``CosineAnnealingWarmRestarts``.
-
-    The first update has ``start``. ``end`` itself is never reached: at ``steps`` the next period begins, with ``start``.
-
-    Args:
-        start: Value at the beginning of each period; torch's base learning rate.
-        steps: Updates in the first period; torch's ``T_0``.
-        growth: The ratio of each period's length to that of the period before, a whole number; torch's ``T_mult``.
-        end: Value that each period approaches; torch's ``eta_min``.
-
-    Raises:
-        ValueError: A number out of range.
-
-    Reference:
-        Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983.
-    """
-    return CosineRestartsSchedule(start, steps, growth, end)
-
-
 def sgdr_schedule(cycles: Sequence[Cycle]) -> JoinSchedules:
     """Cycles of warm-up and cosine decay one after another, as optax's ``sgdr_schedule``; after the last its ``end`` stays.
 
@@ -289,7 +286,9 @@ def sgdr_schedule(cycles: Sequence[Cycle]) -> JoinSchedules:
         arguments: dict[str, Any] = dict(cycle)
         if arguments["warmup_steps"] == 0:
             parts.append(
-                CosineDecaySchedule(cycle["peak"], cycle["steps"], cycle.get("end", 0.0), cycle.get("exponent", 1.0))
+                CosineDecaySchedule(
+                    cycle["peak"], cycle["steps"], end=cycle.get("end", 0.0), exponent=cycle.get("exponent", 1.0)
+                )
             )
         else:
             parts.append(warmup_cosine_decay_schedule(**arguments))

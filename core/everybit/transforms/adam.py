@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
+    NonNegative,
+    Rate,
     Slot,
     at,
     atan,
     bias_correction,
     is_zero,
     materialize,
-    require,
     require_step,
     sqrt,
     tree,
@@ -78,19 +78,16 @@ class ScaleByAdam(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-8
-    eps_root: Hyperparameter = 0.0
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NonNegative = 1e-8
+    eps_root: NonNegative = 0.0
     _: KW_ONLY
     amsgrad: Amsgrad = False
     eps_before_correction: bool = False
 
     def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
-        require("eps_root", self.eps_root, 0.0)
+        Elementwise.__post_init__(self)
         if not isinstance(self.amsgrad, bool) and self.amsgrad != "corrected":
             raise ValueError(f"amsgrad: got {self.amsgrad!r}; accepted are True, False and 'corrected'.")
         if self.eps_before_correction and self.amsgrad == "corrected":
@@ -184,16 +181,10 @@ class ScaleByNadam(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-8
-    momentum_decay: Hyperparameter = 4e-3
-
-    def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
-        require("momentum_decay", self.momentum_decay, 0.0)
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NonNegative = 1e-8
+    momentum_decay: NonNegative = 4e-3
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
@@ -259,14 +250,9 @@ class ScaleByAdamax(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-8
-
-    def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NonNegative = 1e-8
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``maximum`` with ``b2``."""
@@ -316,16 +302,10 @@ class ScaleByAdamAtan2(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.99
-    a: Hyperparameter = 1.27
-    b: Hyperparameter = 1.0
-
-    def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("a", self.a, 0.0)
-        require("b", self.b, 0.0)
+    b1: Rate = 0.9
+    b2: Rate = 0.99
+    a: NonNegative = 1.27
+    b: NonNegative = 1.0
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""

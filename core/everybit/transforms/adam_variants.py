@@ -10,6 +10,8 @@ from torch import Tensor
 
 from everybit.base import (
     Hyperparameter,
+    NonNegative,
+    Rate,
     Scalar,
     Slot,
     at,
@@ -24,7 +26,7 @@ from everybit.base import (
 )
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 from everybit.transforms.adam import AdamState
-from everybit.transforms.updates import Empty
+from everybit.transforms.updates import Empty, Memoryless
 
 P = TypeVar("P")
 
@@ -58,17 +60,15 @@ class ScaleByRadam(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-8
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NonNegative = 1e-8
     _: KW_ONLY
     threshold: Hyperparameter = 5.0
     eps_after_correction: bool = False
 
     def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
+        Elementwise.__post_init__(self)
         require("threshold", self.threshold, 4.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
@@ -146,16 +146,10 @@ class ScaleByBelief(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-16
-    eps_root: Hyperparameter = 1e-16
-
-    def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
-        require("eps_root", self.eps_root, 0.0)
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NonNegative = 1e-16
+    eps_root: NonNegative = 1e-16
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
@@ -220,17 +214,15 @@ class ScaleByYogi(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-3
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NonNegative = 1e-3
     _: KW_ONLY
     initial_mean: Hyperparameter = 0.0
     initial_square: Hyperparameter = 1e-6
 
     def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
+        Elementwise.__post_init__(self)
         require("initial_mean", self.initial_mean, schedule=False)
         require("initial_square", self.initial_square, 0.0, schedule=False)
 
@@ -291,22 +283,12 @@ class ScaleByStableAdam(Elementwise):
         Wortsman et al. 2023, https://arxiv.org/abs/2304.13013, Algorithm 2.
     """
 
+    reduces: ClassVar[bool] = True
     per_tensor: ClassVar[bool] = True
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.99
-    eps: Hyperparameter = 1e-6
-    weight_decay: Hyperparameter = 0.0
-
-    def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
-        require("weight_decay", self.weight_decay, 0.0)
-
-    @property
-    def reduces(self) -> bool:
-        """Pieces of a parameter are added up for its mean square."""
-        return True
+    b1: Rate = 0.9
+    b2: Rate = 0.99
+    eps: NonNegative = 1e-6
+    weight_decay: NonNegative = 0.0
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
@@ -391,19 +373,12 @@ class ScaleByAdopt(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.9999
-    eps: Hyperparameter = 1e-6
+    b1: Rate = 0.9
+    b2: Rate = 0.9999
+    eps: NonNegative = 1e-6
     _: KW_ONLY
-    clip_power: Hyperparameter | None = 0.25
+    clip_power: NonNegative | None = 0.25
     nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
-        if self.clip_power is not None:
-            require("clip_power", self.clip_power, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
@@ -441,7 +416,7 @@ class ScaleByAdopt(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class BeginAfter(Elementwise):
+class BeginAfter(Memoryless, Elementwise):
     """Replace updates by zero at the first ``steps`` updates; transforms before it see them and fill their state.
 
     Args:
@@ -456,10 +431,6 @@ class BeginAfter(Elementwise):
 
     def __post_init__(self) -> None:
         require_count("steps", self.steps, "a number of updates", 0)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates, or zeros."""

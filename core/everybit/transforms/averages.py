@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
+    Finite,
     Hyperparameter,
+    NonNegative,
+    Rate,
     Scalar,
+    Share,
     Slot,
     at,
     bias_correction,
@@ -232,16 +236,10 @@ class AveragedDescent(Elementwise):
         Polyak & Juditsky 1992, https://doi.org/10.1137/0330046; the learning rate is Xu 2011, https://arxiv.org/abs/1107.2490.
     """
 
-    learning_rate: Hyperparameter = 1e-2
-    lambd: Hyperparameter = 1e-4
-    alpha: Hyperparameter = 0.75
-    t0: Hyperparameter = 1e6
-
-    def __post_init__(self) -> None:
-        require("learning_rate", self.learning_rate, 0.0)
-        require("lambd", self.lambd, 0.0)
-        require("alpha", self.alpha)
-        require("t0", self.t0)
+    learning_rate: NonNegative = 1e-2
+    lambd: NonNegative = 1e-4
+    alpha: Finite = 0.75
+    t0: Finite = 1e6
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``average`` moves more slowly the longer it is kept."""
@@ -322,25 +320,20 @@ class ScheduleFree(Elementwise):
         Defazio et al. 2024, https://arxiv.org/abs/2405.15682, Algorithm 1; shares and warm-up as in ``schedulefree`` 1.4.
     """
 
-    learning_rate: Hyperparameter = 1.0
+    learning_rate: NonNegative = 1.0
     _: KW_ONLY
     b1: Hyperparameter = 0.9
     warmup_steps: int = 0
-    r: Hyperparameter = 0.0
-    weight_lr_power: Hyperparameter = 2.0
-    rectified_by: Hyperparameter | None = None
-    untrusted: Hyperparameter = 0.0
+    r: NonNegative = 0.0
+    weight_lr_power: NonNegative = 2.0
+    rectified_by: Rate | None = None
+    untrusted: Share = 0.0
 
     def __post_init__(self) -> None:
-        require("learning_rate", self.learning_rate, 0.0)
+        Elementwise.__post_init__(self)
         require("b1", self.b1, 0.0, 1.0, schedule=False)
         if is_zero(self.b1):
             raise ValueError("b1: got 0.0; accepted is a number in (0, 1]: the average is found by dividing by it.")
-        require("r", self.r, 0.0)
-        require("weight_lr_power", self.weight_lr_power, 0.0)
-        if self.rectified_by is not None:
-            require("rectified_by", self.rectified_by, 0.0, 1.0, open_high=True)
-        require("untrusted", self.untrusted, 0.0, 1.0)
         require_count("warmup_steps", self.warmup_steps, "a number of updates", 0)
 
     def decays(self) -> tuple[SlotDecay, ...]:

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
+    NonNegative,
+    Rate,
     at,
     beside,
     materialize,
     mean,
-    require,
     require_count,
     require_step,
     sqrt,
     tree,
 )
 from everybit.protocol import ALONE, Context, Elementwise, SumOfSquares, WholeTensors
-from everybit.transforms.updates import Empty
+from everybit.transforms.updates import Empty, Memoryless
 
 P = TypeVar("P")
 
@@ -31,7 +31,7 @@ Units = Literal["first", "last"]
 
 
 @dataclass(frozen=True, slots=True)
-class ClipByUnitNorm(WholeTensors):
+class ClipByUnitNorm(Memoryless, WholeTensors):
     r"""Adaptive gradient clipping: limit the norm of each unit's gradient to a share of the norm of the unit's weights.
 
     .. math::
@@ -53,19 +53,14 @@ class ClipByUnitNorm(WholeTensors):
         Brock et al. 2021, https://arxiv.org/abs/2102.06171, section 4.1.
     """
 
-    limit: Hyperparameter = 0.01
-    eps: Hyperparameter = 1e-3
+    limit: NonNegative = 0.01
+    eps: NonNegative = 1e-3
     units: Units = "first"
 
     def __post_init__(self) -> None:
-        require("limit", self.limit, 0.0)
-        require("eps", self.eps, 0.0)
+        WholeTensors.__post_init__(self)
         if self.units not in get_args(Units):
             raise ValueError(f"units: got {self.units!r}; accepted are {', '.join(map(repr, get_args(Units)))}.")
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the clipped updates."""
@@ -96,7 +91,7 @@ class ClipByUnitNorm(WholeTensors):
 
 
 @dataclass(frozen=True, slots=True)
-class ClipByRms(Elementwise):
+class ClipByRms(Memoryless, Elementwise):
     r"""Divide each parameter's update by :math:`\max(1, \text{RMS}(u) / d)`, where RMS is its root mean square.
 
     Args:
@@ -109,21 +104,10 @@ class ClipByRms(Elementwise):
         Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 6; optax's ``clip_by_block_rms``.
     """
 
+    reduces: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = False
     per_tensor: ClassVar[bool] = True
-    limit: Hyperparameter = 1.0
-
-    def __post_init__(self) -> None:
-        require("limit", self.limit, 0.0)
-
-    @property
-    def reduces(self) -> bool:
-        """True: it requests the mean of squares of each parameter."""
-        return True
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
+    limit: NonNegative = 1.0
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the clipped updates."""
@@ -175,20 +159,15 @@ class ClipByZScore(Elementwise):
         Kumar et al. 2025, https://arxiv.org/abs/2504.02507 (there :math:`\alpha = 0.97`, :math:`z_\text{max} = 2.5`, 25 updates).
     """
 
+    reduces: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = False
-    decay: Hyperparameter = 0.97
-    limit: Hyperparameter = 2.5
+    decay: Rate = 0.97
+    limit: NonNegative = 2.5
     warmup: int = 25
 
     def __post_init__(self) -> None:
-        require("decay", self.decay, 0.0, 1.0, open_high=True)
-        require("limit", self.limit, 0.0)
+        Elementwise.__post_init__(self)
         require_count("warmup", self.warmup, "a whole number of updates")
-
-    @property
-    def reduces(self) -> bool:
-        """True: it requests the norm of all gradients."""
-        return True
 
     def init(self, params: P) -> ZClipState:
         """Return a mean and a variance of zero."""

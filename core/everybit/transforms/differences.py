@@ -8,9 +8,19 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Slot, at, bias_correction, materialize, require, require_step, sqrt, tree
+from everybit.base import (
+    NonNegative,
+    Rate,
+    Slot,
+    at,
+    bias_correction,
+    materialize,
+    require_step,
+    sqrt,
+    tree,
+)
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
-from everybit.transforms.updates import Empty
+from everybit.transforms.updates import Empty, Memoryless
 
 P = TypeVar("P")
 
@@ -57,20 +67,12 @@ class ScaleByAdan(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.98
-    b2: Hyperparameter = 0.92
-    b3: Hyperparameter = 0.99
-    eps: Hyperparameter = 1e-8
-    eps_root: Hyperparameter = 0.0
-    look_ahead: Hyperparameter | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("b1", "b2", "b3"):
-            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
-        require("eps_root", self.eps_root, 0.0)
-        if self.look_ahead is not None:
-            require("look_ahead", self.look_ahead, 0.0)
+    b1: Rate = 0.98
+    b2: Rate = 0.92
+    b3: Rate = 0.99
+    eps: NonNegative = 1e-8
+    eps_root: NonNegative = 0.0
+    look_ahead: NonNegative | None = None
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``difference`` with ``b2``, ``variance`` with ``b3``; ``last_gradient`` is replaced."""
@@ -113,7 +115,7 @@ class ScaleByAdan(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class ProximalDecay(Elementwise):
+class ProximalDecay(Memoryless, Elementwise):
     r"""Divide the moved weights by :math:`1 + \eta\lambda`: weight decay as a proximal step, after the learning rate.
 
     .. math::
@@ -130,16 +132,8 @@ class ProximalDecay(Elementwise):
         Xie et al. 2022, https://arxiv.org/abs/2208.06677, Algorithm 1, line 7; Zhuang et al. 2022, https://arxiv.org/abs/2202.00089.
     """
 
-    weight_decay: Hyperparameter = 0.0
-    learning_rate: Hyperparameter = 1e-3
-
-    def __post_init__(self) -> None:
-        require("weight_decay", self.weight_decay, 0.0)
-        require("learning_rate", self.learning_rate, 0.0)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
+    weight_decay: NonNegative = 0.0
+    learning_rate: NonNegative = 1e-3
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return how far the shrunk weights are from those before."""
@@ -190,23 +184,13 @@ class ReduceVariance(Elementwise):
         Yuan et al. 2024, https://arxiv.org/abs/2411.10438, Algorithm 2 and eq. 2.6.
     """
 
+    reduces: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = False
     per_tensor: ClassVar[bool] = True
-    gamma: Hyperparameter = 0.025
-    b1: Hyperparameter = 0.95
-    max_norm: Hyperparameter | None = 1.0
+    gamma: NonNegative = 0.025
+    b1: Rate = 0.95
+    max_norm: NonNegative | None = 1.0
     zero_before: bool = False
-
-    def __post_init__(self) -> None:
-        require("gamma", self.gamma, 0.0)
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        if self.max_norm is not None:
-            require("max_norm", self.max_norm, 0.0)
-
-    @property
-    def reduces(self) -> bool:
-        """Pieces of a parameter are added up for its norm."""
-        return True
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``last_gradient`` is replaced at every update."""

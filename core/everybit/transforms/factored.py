@@ -10,7 +10,10 @@ from torch import Tensor
 
 from everybit.base import (
     Hyperparameter,
+    NonNegative,
+    Rate,
     Scalar,
+    Share,
     Slot,
     at,
     materialize,
@@ -25,7 +28,7 @@ from everybit.base import (
 from everybit.linalg import Which, factored, factored_dimensions
 from everybit.linalg.factored import moved, zeros
 from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
-from everybit.transforms.updates import Empty
+from everybit.transforms.updates import Empty, Memoryless
 
 P = TypeVar("P")
 
@@ -73,19 +76,16 @@ class ScaleByFactoredRms(WholeTensors):
     reads_weights: ClassVar[bool] = False
     _: KW_ONLY
     beta2_decay: Hyperparameter = -0.8
-    b2_cap: Hyperparameter = 1.0
-    eps1: Hyperparameter = 1e-30
-    clip_threshold: Hyperparameter | None = 1.0
+    b2_cap: Share = 1.0
+    eps1: NonNegative = 1e-30
+    clip_threshold: NonNegative | None = 1.0
     dimensions: Which = "last"
     min_size_to_factor: int = 1
     step_offset: int = 0
 
     def __post_init__(self) -> None:
+        WholeTensors.__post_init__(self)
         require("beta2_decay", self.beta2_decay, high=0.0)
-        require("b2_cap", self.b2_cap, 0.0, 1.0)
-        require("eps1", self.eps1, 0.0)
-        if self.clip_threshold is not None:
-            require("clip_threshold", self.clip_threshold, 0.0)
         factored.require_which(self.dimensions)
         for name, low in (("min_size_to_factor", 1), ("step_offset", 0)):
             value = getattr(self, name)
@@ -126,14 +126,10 @@ class ScaleByFactoredRms(WholeTensors):
         return factored_dimensions(p, self.dimensions, self.min_size_to_factor)
 
 
-class _OfWholeTensors(WholeTensors):
+class _OfWholeTensors(Memoryless, WholeTensors):
     """A transform without state that uses the root mean square of parameters, each of which is whole."""
 
     __slots__ = ()
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,21 +259,17 @@ class ScaleByTorchAdafactor(WholeTensors):
         Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, as in ``torch.optim.Adafactor``.
     """
 
-    learning_rate: Hyperparameter = 1e-2
+    learning_rate: NonNegative = 1e-2
     beta2_decay: Hyperparameter = -0.8
-    eps1: Hyperparameter | None = None
-    eps2: Hyperparameter = 1e-3
+    eps1: NonNegative | None = None
+    eps2: NonNegative = 1e-3
     d: Hyperparameter = 1.0
-    weight_decay: Hyperparameter = 0.0
+    weight_decay: NonNegative = 0.0
 
     def __post_init__(self) -> None:
-        require("learning_rate", self.learning_rate, 0.0)
+        WholeTensors.__post_init__(self)
         require("beta2_decay", self.beta2_decay, high=0.0)
-        if self.eps1 is not None:
-            require("eps1", self.eps1, 0.0)
-        require("eps2", self.eps2, 0.0)
         require("d", self.d, 1.0)
-        require("weight_decay", self.weight_decay, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``variance`` moves more slowly the longer it is kept."""
@@ -378,18 +370,12 @@ class ScaleByCame(WholeTensors):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    b3: Hyperparameter = 0.9999
-    eps1: Hyperparameter = 1e-30
-    eps2: Hyperparameter = 1e-16
-    clip_threshold: Hyperparameter = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("b1", "b2", "b3"):
-            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        for name in ("eps1", "eps2", "clip_threshold"):
-            require(name, getattr(self, name), 0.0)
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    b3: Rate = 0.9999
+    eps1: NonNegative = 1e-30
+    eps2: NonNegative = 1e-16
+    clip_threshold: NonNegative = 1.0
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``instability`` with ``b3``."""

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
     Key,
+    NonNegative,
+    Rate,
     Scalar,
+    Share,
     Slot,
     at,
     bias_correction,
@@ -74,24 +76,21 @@ class ScaleByKron(WholeTensors):
 
     reads_weights: ClassVar[bool] = False
     draws: ClassVar[bool] = True
-    b1: Hyperparameter = 0.9
-    preconditioner_rate: Hyperparameter = 0.1
+    b1: Rate = 0.9
+    preconditioner_rate: Share = 0.1
     period: int = 1
     start: Scalar = 1.0
     of_momentum: bool = True
     normalize: bool = False
-    max_rms: Hyperparameter | None = 1.1
+    max_rms: NonNegative | None = 1.1
     where: Kronecker = field(default_factory=lambda: Kronecker(max_dimension=2048))  # a default that torch 2.11 traces
 
     def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("preconditioner_rate", self.preconditioner_rate, 0.0, 1.0)
+        WholeTensors.__post_init__(self)
         require_count("period", self.period, "a whole number of updates")
         require("start", self.start, 0.0, schedule=False)
         if is_zero(self.start):
             raise ValueError("start: got 0.0; accepted is a number above zero.")
-        if self.max_rms is not None:
-            require("max_rms", self.max_rms, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``factors`` move by less and less of themselves as they come to fit."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from everybit.base import (
     Hyperparameter,
+    NonNegative,
+    Rate,
     Slot,
     at,
     barriers,
@@ -81,36 +83,27 @@ class Prodigy(Elementwise):
         Mishchenko & Defazio 2023, https://arxiv.org/abs/2306.06101, Algorithm 4, as in ``prodigyopt``.
     """
 
-    learning_rate: Hyperparameter = 1.0
+    reduces: ClassVar[bool] = True
+    learning_rate: NonNegative = 1.0
     _: KW_ONLY
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    b3: Hyperparameter | None = None
-    eps: Hyperparameter = 1e-8
-    weight_decay: Hyperparameter = 0.0
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    b3: Rate | None = None
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
     d0: Hyperparameter = 1e-6
-    d_coef: Hyperparameter = 1.0
+    d_coef: NonNegative = 1.0
     growth_rate: Hyperparameter | None = None
     bias_correction: bool = False
     safeguard_warmup: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("b1", "b2"):
-            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        for name in ("learning_rate", "eps", "weight_decay", "d_coef"):
-            require(name, getattr(self, name), 0.0)
-        if self.b3 is not None:
-            require("b3", self.b3, 0.0, 1.0, open_high=True)
+        Elementwise.__post_init__(self)
         if self.growth_rate is not None:
             require("growth_rate", self.growth_rate, 1.0)
         require("d0", self.d0, 0.0, schedule=False)
         if is_zero(self.d0):
             raise ValueError("d0: got 0.0; accepted is a number above zero.")
-
-    @property
-    def reduces(self) -> bool:
-        """True: it requests sums over all parameters."""
-        return True
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with ``b3``; ``start`` has to keep its values."""
@@ -241,30 +234,23 @@ class DAdaptAdam(Elementwise):
         Defazio & Mishchenko 2023, https://arxiv.org/abs/2301.07733, Algorithm 5, as in ``dadaptation`` 3.2.
     """
 
-    learning_rate: Hyperparameter = 1.0
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-8
-    weight_decay: Hyperparameter = 0.0
+    reduces: ClassVar[bool] = True
+    learning_rate: NonNegative = 1.0
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
     d0: Hyperparameter = 1e-6
     growth_rate: Hyperparameter | None = None
     bias_correction: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("b1", "b2"):
-            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        for name in ("learning_rate", "eps", "weight_decay"):
-            require(name, getattr(self, name), 0.0)
+        Elementwise.__post_init__(self)
         if self.growth_rate is not None:
             require("growth_rate", self.growth_rate, 1.0)
         require("d0", self.d0, 0.0, schedule=False)
         if is_zero(self.d0):
             raise ValueError("d0: got 0.0; accepted is a number above zero.")
-
-    @property
-    def reduces(self) -> bool:
-        """True: it requests sums over all parameters."""
-        return True
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with the root of ``b2``, which is nearer to 1."""

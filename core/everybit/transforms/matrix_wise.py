@@ -88,6 +88,7 @@ class MatrixWise(WholeTensors):
     view: MatrixView | None = None
 
     def __post_init__(self) -> None:
+        WholeTensors.__post_init__(self)
         if self.view is not None and not isinstance(self.view, MatrixView):
             raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
 

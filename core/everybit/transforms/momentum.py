@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
+    NonNegative,
+    Rate,
     Scalar,
+    Share,
     Slot,
     at,
     bias_correction,
     is_zero,
     materialize,
-    require,
     require_count,
     require_step,
     sqrt,
@@ -57,14 +58,13 @@ class Trace(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    decay: Hyperparameter = 0.9
+    decay: Share = 0.9
     _: KW_ONLY
-    dampening: Hyperparameter = 0.0
+    dampening: Share = 0.0
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        require("decay", self.decay, 0.0, 1.0)
-        require("dampening", self.dampening, 0.0, 1.0)
+        Elementwise.__post_init__(self)
         # A tensor's value is not looked at: it may live on a device.
         if self.nesterov and isinstance(self.dampening, (int, float)) and self.dampening != 0:
             raise ValueError(
@@ -121,12 +121,9 @@ class RunningMean(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    decay: Hyperparameter = 0.9
+    decay: Rate = 0.9
     debias: bool = False
     nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        require("decay", self.decay, 0.0, 1.0, open_high=True)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``momentum`` decays with ``decay``."""
@@ -177,13 +174,9 @@ class ScaleByRunningSquare(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    decay: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-8
+    decay: Rate = 0.999
+    eps: NonNegative = 1e-8
     once_trusted: bool = False
-
-    def __post_init__(self) -> None:
-        require("decay", self.decay, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``variance`` decays with ``decay``."""
@@ -239,12 +232,8 @@ class AmplifySlowGradients(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    decay: Hyperparameter = 0.98
-    gain: Hyperparameter = 2.0
-
-    def __post_init__(self) -> None:
-        require("decay", self.decay, 0.0, 1.0, open_high=True)
-        require("gain", self.gain, 0.0)
+    decay: Rate = 0.98
+    gain: NonNegative = 2.0
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``mean`` decays with ``decay``."""
@@ -313,21 +302,18 @@ class ScaleByAdemamix(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    b3: Hyperparameter = 0.9999
-    alpha: Hyperparameter = 5.0
-    eps: Hyperparameter = 1e-8
-    eps_root: Hyperparameter = 0.0
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    b3: Rate = 0.9999
+    alpha: NonNegative = 5.0
+    eps: NonNegative = 1e-8
+    eps_root: NonNegative = 0.0
     _: KW_ONLY
     alpha_warmup: int | None = None
     b3_warmup: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("b1", "b2", "b3"):
-            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        for name in ("alpha", "eps", "eps_root"):
-            require(name, getattr(self, name), 0.0)
+        Elementwise.__post_init__(self)
         for name in ("alpha_warmup", "b3_warmup"):
             updates = getattr(self, name)
             require_count(name, updates, "a number of updates", optional=True)

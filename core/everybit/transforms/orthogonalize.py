@@ -12,6 +12,7 @@ from torch import Tensor
 
 from everybit.base import (
     Hyperparameter,
+    Rate,
     Scalar,
     Slot,
     at,
@@ -264,7 +265,7 @@ class ScaleByNorMuon(MatrixWise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b2: Hyperparameter = 0.95
+    b2: Rate = 0.95
     side: Side = "rows"
     norm: Norm = "kept"
     debias: bool = False
@@ -272,7 +273,6 @@ class ScaleByNorMuon(MatrixWise):
 
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
         require_above_zero("eps", self.eps)
         for name, value, accepted in (("side", self.side, get_args(Side)), ("norm", self.norm, get_args(Norm))):
             if value not in accepted:

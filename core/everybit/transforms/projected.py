@@ -13,7 +13,10 @@ from torch import Tensor
 from everybit.base import (
     Hyperparameter,
     Key,
+    NonNegative,
+    Rate,
     Scalar,
+    Share,
     Slot,
     at,
     bias_correction,
@@ -77,15 +80,14 @@ class ScaleByDion(WholeTensors):
 
     reads_weights: ClassVar[bool] = False
     draws: ClassVar[bool] = True
-    decay: Hyperparameter = 0.95
+    decay: Share = 0.95
     rank_divisor: int = 4
-    eps: Hyperparameter = 1e-8
+    eps: NonNegative = 1e-8
     scale: Scale = "spectral_unclamped"
     view: MatrixView | None = None
 
     def __post_init__(self) -> None:
-        require("decay", self.decay, 0.0, 1.0)
-        require("eps", self.eps, 0.0)
+        WholeTensors.__post_init__(self)
         require_scale(self.scale)
         if self.view is not None and not isinstance(self.view, MatrixView):
             raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
@@ -234,19 +236,16 @@ class ScaleByApollo(WholeTensors):
     """
 
     reads_weights: ClassVar[bool] = False
-    scale: Hyperparameter = 1.0
+    scale: NonNegative = 1.0
     scale_type: ScaledBy = "channel"
     limit: Hyperparameter | None = 1.01
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-6
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NonNegative = 1e-6
     projection: Projection = field(default_factory=lambda: Projection(256, basis="random"))
 
     def __post_init__(self) -> None:
-        for name in ("b1", "b2"):
-            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        for name in ("scale", "eps"):
-            require(name, getattr(self, name), 0.0)
+        WholeTensors.__post_init__(self)
         if self.limit is not None:
             require("limit", self.limit, 1.0)
         if self.scale_type not in get_args(ScaledBy):

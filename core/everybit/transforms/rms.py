@@ -7,7 +7,20 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Scalar, Slot, at, is_zero, materialize, require, require_step, sqrt, tree
+from everybit.base import (
+    NonNegative,
+    Rate,
+    Scalar,
+    Share,
+    Slot,
+    at,
+    is_zero,
+    materialize,
+    require,
+    require_step,
+    sqrt,
+    tree,
+)
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
@@ -44,14 +57,13 @@ class ScaleByAdagrad(Elementwise):
 
     reads_weights: ClassVar[bool] = False
     initial_accumulator_value: Scalar = 0.0
-    eps: Hyperparameter = 1e-10
-    lr_decay: Hyperparameter = 0.0
+    eps: NonNegative = 1e-10
+    lr_decay: NonNegative = 0.0
     eps_inside_root: bool = False
 
     def __post_init__(self) -> None:
+        Elementwise.__post_init__(self)
         require("initial_accumulator_value", self.initial_accumulator_value, 0.0, schedule=False)
-        require("eps", self.eps, 0.0)
-        require("lr_decay", self.lr_decay, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``sum_of_squares`` is a sum, which does not decay."""
@@ -113,12 +125,8 @@ class ScaleByAdadelta(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    rho: Hyperparameter = 0.9
-    eps: Hyperparameter = 1e-6
-
-    def __post_init__(self) -> None:
-        require("rho", self.rho, 0.0, 1.0)
-        require("eps", self.eps, 0.0)
+    rho: Share = 0.9
+    eps: NonNegative = 1e-6
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that both decay with ``rho``."""
@@ -187,15 +195,11 @@ class ScaleByRms(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    decay: Hyperparameter = 0.99
-    eps: Hyperparameter = 1e-8
+    decay: Rate = 0.99
+    eps: NonNegative = 1e-8
     _: KW_ONLY
     centered: bool = False
     eps_inside_root: bool = False
-
-    def __post_init__(self) -> None:
-        require("decay", self.decay, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``variance`` decays with ``decay``, and so does ``mean``, if there is one."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from everybit.base import (
     Hyperparameter,
+    NonNegative,
     Scalar,
     Slot,
     at,
@@ -92,25 +93,22 @@ class ScaleByShampoo(WholeTensors):
     reads_weights: ClassVar[bool] = False
     b1: Hyperparameter | None = 0.9
     b2: Hyperparameter | None = 0.999
-    eps: Hyperparameter = 1e-12
+    eps: NonNegative = 1e-12
     damping: Damping = "root"
-    exponent: Hyperparameter | None = None
+    exponent: NonNegative | None = None
     period: int = 10
     graft: Graft = "adam"
     graft_decay: Hyperparameter = 0.999
-    graft_eps: Hyperparameter = 1e-8
+    graft_eps: NonNegative = 1e-8
     start: int | None = None
     debias: bool = True
     where: Kronecker = field(default_factory=lambda: Kronecker(max_dimension=8192))  # a default that torch 2.11 traces
 
     def __post_init__(self) -> None:
+        WholeTensors.__post_init__(self)
         for name in ("b1", "b2", "graft_decay"):
             if getattr(self, name) is not None:
                 require(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        for name in ("eps", "graft_eps"):
-            require(name, getattr(self, name), 0.0)
-        if self.exponent is not None:
-            require("exponent", self.exponent, 0.0)
         require_count("period", self.period, "a whole number of updates")
         require_count("start", self.start, "a whole number of updates", optional=True)
         for name, value, accepted in (

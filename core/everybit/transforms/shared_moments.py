@@ -12,6 +12,8 @@ from torch import Tensor
 
 from everybit.base import (
     Hyperparameter,
+    NonNegative,
+    Rate,
     Slot,
     at,
     barriers,
@@ -64,14 +66,9 @@ class ScaleBySm3(WholeTensors):
 
     reads_weights: ClassVar[bool] = False
     _: KW_ONLY
-    b2: Hyperparameter | None = None
-    eps: Hyperparameter = 1e-30
+    b2: Rate | None = None
+    eps: NonNegative = 1e-30
     keep_greatest: bool = False
-
-    def __post_init__(self) -> None:
-        if self.b2 is not None:
-            require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``maxima`` are sums, or decay with ``b2``."""
@@ -156,15 +153,13 @@ class ScaleByAdamMini(WholeTensors):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.999
-    eps: Hyperparameter = 1e-8
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NonNegative = 1e-8
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
+        WholeTensors.__post_init__(self)
         require_count("rows", self.rows, "a number of rows", optional=True)
 
     def decays(self) -> tuple[SlotDecay, ...]:

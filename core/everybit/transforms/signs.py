@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Slot, at, clamp, require, require_step, tree
+from everybit.base import Hyperparameter, NonNegative, Rate, Share, Slot, at, clamp, require, require_step, tree
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
@@ -42,12 +42,8 @@ class ScaleByLion(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.99
-
-    def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
+    b1: Rate = 0.9
+    b2: Rate = 0.99
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``momentum`` decays with ``b2``."""
@@ -109,18 +105,15 @@ class ScaleByRprop(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    learning_rate: Hyperparameter = 1e-2
-    shrink: Hyperparameter = 0.5
+    learning_rate: NonNegative = 1e-2
+    shrink: Share = 0.5
     grow: Hyperparameter = 1.2
-    min_step: Hyperparameter = 1e-6
-    max_step: Hyperparameter = 50.0
+    min_step: NonNegative = 1e-6
+    max_step: NonNegative = 50.0
 
     def __post_init__(self) -> None:
-        require("learning_rate", self.learning_rate, 0.0)
-        require("shrink", self.shrink, 0.0, 1.0)
+        Elementwise.__post_init__(self)
         require("grow", self.grow, 1.0)
-        require("min_step", self.min_step, 0.0)
-        require("max_step", self.max_step, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``previous`` is replaced at each step; so is ``step_size``, where it changes, by a number far from the old one."""

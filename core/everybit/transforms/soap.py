@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
+    NonNegative,
+    Rate,
     Scalar,
     Slot,
     at,
@@ -20,7 +21,6 @@ from everybit.base import (
     log,
     materialize,
     mean,
-    require,
     require_count,
     require_step,
     sqrt,
@@ -93,24 +93,19 @@ class ScaleBySoap(WholeTensors):
     """
 
     reads_weights: ClassVar[bool] = False
-    b1: Hyperparameter = 0.95
-    b2: Hyperparameter = 0.95
-    factor_decay: Hyperparameter | None = None
-    eps: Hyperparameter = 1e-8
+    b1: Rate = 0.95
+    b2: Rate = 0.95
+    factor_decay: Rate | None = None
+    eps: NonNegative = 1e-8
     period: int = 10
     debias: bool = True
     normalize: bool = False
     correction: Correction = "none"
-    least_eigenvalue: Hyperparameter = 1e-8
+    least_eigenvalue: NonNegative = 1e-8
     where: Kronecker = field(default_factory=Kronecker)  # a default that torch 2.11 traces
 
     def __post_init__(self) -> None:
-        for name in ("b1", "b2"):
-            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        if self.factor_decay is not None:
-            require("factor_decay", self.factor_decay, 0.0, 1.0, open_high=True)
-        for name in ("eps", "least_eigenvalue"):
-            require(name, getattr(self, name), 0.0)
+        WholeTensors.__post_init__(self)
         require_count("period", self.period, "a whole number of updates")
         if self.correction not in get_args(Correction):
             raise ValueError(

@@ -10,25 +10,17 @@ from torch import Tensor
 
 from everybit.base import Hyperparameter, at, require, tree
 from everybit.protocol import ALONE, Context, Elementwise
-from everybit.transforms.updates import Empty
+from everybit.transforms.updates import Empty, Memoryless
 
 P = TypeVar("P")
 
 
-class _PerTensor(Elementwise):
+class _PerTensor(Memoryless, Elementwise):
     """Base class of transforms that request numbers of each whole parameter, and may be cut anywhere all the same."""
 
     __slots__ = ()
+    reduces: ClassVar[bool] = True
     per_tensor: ClassVar[bool] = True
-
-    @property
-    def reduces(self) -> bool:
-        """Pieces of a parameter are added up for its norm."""
-        return True
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
 
 @dataclass(frozen=True, slots=True)

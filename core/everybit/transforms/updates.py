@@ -9,7 +9,21 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Key, at, clamp, materialize, mean, normal, require, require_step, sqrt, tree
+from everybit.base import (
+    Finite,
+    Hyperparameter,
+    Key,
+    NonNegative,
+    at,
+    clamp,
+    materialize,
+    mean,
+    normal,
+    require,
+    require_step,
+    sqrt,
+    tree,
+)
 from everybit.protocol import ALONE, Context, Elementwise, SumOfSquares, WholeTensors
 
 P = TypeVar("P")
@@ -21,15 +35,21 @@ class Empty:
     """The empty state of a transform."""
 
 
+class Memoryless:
+    """Base class of transforms without memory, beside the class that says how they may be cut."""
+
+    __slots__ = ()
+
+    def init(self, params: object) -> Empty:
+        """Return the empty state of a transform without memory."""
+        return Empty()
+
+
 @dataclass(frozen=True, slots=True)
-class Identity(Elementwise):
+class Identity(Memoryless, Elementwise):
     """Pass updates on as they are."""
 
     reads_weights: ClassVar[bool] = False
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates as they are given."""
@@ -37,14 +57,10 @@ class Identity(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class SetToZero(Elementwise):
+class SetToZero(Memoryless, Elementwise):
     """Replace updates by zero, for frozen parameters, which are not decayed either."""
 
     reads_weights: ClassVar[bool] = False
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return zeros in place of the updates."""
@@ -52,14 +68,10 @@ class SetToZero(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleBySign(Elementwise):
+class ScaleBySign(Memoryless, Elementwise):
     """Keep only the sign: -1, 0 or 1 (signSGD, Bernstein et al. 2018, https://arxiv.org/abs/1802.04434)."""
 
     reads_weights: ClassVar[bool] = False
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the signs of the updates."""
@@ -67,7 +79,7 @@ class ScaleBySign(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class Scale(Elementwise):
+class Scale(Memoryless, Elementwise):
     """Multiply by a number.
 
     Args:
@@ -75,14 +87,7 @@ class Scale(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    factor: Hyperparameter = 1.0
-
-    def __post_init__(self) -> None:
-        require("factor", self.factor)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
+    factor: Finite = 1.0
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates, ``factor * updates``."""
@@ -91,7 +96,7 @@ class Scale(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByLearningRate(Elementwise):
+class ScaleByLearningRate(Memoryless, Elementwise):
     """Multiply by minus the learning rate: from a direction of ascent to a step of descent.
 
     Args:
@@ -99,14 +104,7 @@ class ScaleByLearningRate(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    learning_rate: Hyperparameter = 1e-3
-
-    def __post_init__(self) -> None:
-        require("learning_rate", self.learning_rate, 0.0)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
+    learning_rate: NonNegative = 1e-3
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates, ``-learning_rate * updates``."""
@@ -115,7 +113,7 @@ class ScaleByLearningRate(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class Clip(Elementwise):
+class Clip(Memoryless, Elementwise):
     """Limit every element to [-limit, limit].
 
     Args:
@@ -123,14 +121,7 @@ class Clip(Elementwise):
     """
 
     reads_weights: ClassVar[bool] = False
-    limit: Hyperparameter = 1.0
-
-    def __post_init__(self) -> None:
-        require("limit", self.limit, 0.0)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
+    limit: NonNegative = 1.0
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the clipped updates; NaN stays NaN."""
@@ -139,7 +130,7 @@ class Clip(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class ClipByGlobalNorm(Elementwise):
+class ClipByGlobalNorm(Memoryless, Elementwise):
     """Scale all updates by one factor so that their joint Euclidean norm is at most ``limit``.
 
     The norm is taken over everything that shares the step: on one process and on shards it is the same number.
@@ -149,6 +140,7 @@ class ClipByGlobalNorm(Elementwise):
         limit: Non-negative; same unit as the updates.
     """
 
+    reduces: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = False
     limit: Hyperparameter = 1.0
 
@@ -156,15 +148,6 @@ class ClipByGlobalNorm(Elementwise):
         # Infinity is torch's and optax's way to measure and not clip.
         if not (isinstance(self.limit, float) and self.limit == math.inf):
             require("limit", self.limit, 0.0)
-
-    @property
-    def reduces(self) -> bool:
-        """True: it requests the norm of all gradients."""
-        return True
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates; a norm that is not finite makes them NaN or zero, which ``apply_if_finite`` catches."""
@@ -190,7 +173,7 @@ clip_by_global_norm = ClipByGlobalNorm
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroNans(Elementwise):
+class ZeroNans(Memoryless, Elementwise):
     """Replace elements that are NaN by zero.
 
     Infinite elements stay, as in optax; see ``infinite``. To leave a whole step out use :func:`everybit.apply_if_finite`.
@@ -202,10 +185,6 @@ class ZeroNans(Elementwise):
     reads_weights: ClassVar[bool] = False
     infinite: bool = False
 
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
-
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates with zeros in the place of NaN and infinities."""
 
@@ -216,7 +195,7 @@ class ZeroNans(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class Centralize(WholeTensors):
+class Centralize(Memoryless, WholeTensors):
     """Subtract from each row of an update the row's mean: gradient centralization.
 
     A row is what belongs to one index of the first dimension, an output unit of ``nn.Linear`` and ``nn.Conv2d``; vectors and numbers pass
@@ -227,10 +206,6 @@ class Centralize(WholeTensors):
     """
 
     reads_weights: ClassVar[bool] = False
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the centred updates."""
@@ -245,7 +220,7 @@ class Centralize(WholeTensors):
 
 
 @dataclass(frozen=True, slots=True)
-class AddNoise(Elementwise):
+class AddNoise(Memoryless, Elementwise):
     r"""Add Gaussian noise with a variance that falls with the step: :math:`\eta / t^\gamma`, where t is 1 at the first update.
 
     The noise of an element depends on the optimizer's seed, the update, the place in the chain and the element's index in the model: it is
@@ -265,16 +240,8 @@ class AddNoise(Elementwise):
 
     draws: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = False
-    eta: Hyperparameter = 0.01
-    gamma: Hyperparameter = 0.55
-
-    def __post_init__(self) -> None:
-        require("eta", self.eta, 0.0)
-        require("gamma", self.gamma, 0.0)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
+    eta: NonNegative = 0.01
+    gamma: NonNegative = 0.55
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates with noise added."""
@@ -289,7 +256,7 @@ class AddNoise(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class NormalizeByGlobalNorm(Elementwise):
+class NormalizeByGlobalNorm(Memoryless, Elementwise):
     """Divide all updates by their joint Euclidean norm, over everything that shares the step: optax's ``normalize_by_update_norm``.
 
     Args:
@@ -300,22 +267,10 @@ class NormalizeByGlobalNorm(Elementwise):
         ValueError: A hyperparameter out of range.
     """
 
+    reduces: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = False
-    scale: Hyperparameter = 1.0
-    eps: Hyperparameter = 1e-6
-
-    def __post_init__(self) -> None:
-        require("scale", self.scale, 0.0)
-        require("eps", self.eps, 0.0)
-
-    @property
-    def reduces(self) -> bool:
-        """True: it requests the norm of all updates."""
-        return True
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
+    scale: NonNegative = 1.0
+    eps: NonNegative = 1e-6
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates."""

@@ -8,15 +8,26 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Scalar, as_tensor, at, is_zero, require, require_count, require_step, tree
+from everybit.base import (
+    Hyperparameter,
+    NonNegative,
+    Scalar,
+    as_tensor,
+    at,
+    is_zero,
+    require,
+    require_count,
+    require_step,
+    tree,
+)
 from everybit.protocol import ALONE, Context, Elementwise
-from everybit.transforms.updates import Empty
+from everybit.transforms.updates import Empty, Memoryless
 
 P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
-class AddDecayedWeights(Elementwise):
+class AddDecayedWeights(Memoryless, Elementwise):
     r"""Add :math:`\lambda p` to the updates, before the learning rate is applied.
 
     Put before a preconditioner this is an L2 penalty, ``torch.optim.Adam``'s and ``SGD``'s ``weight_decay``. Put between preconditioner
@@ -28,14 +39,7 @@ class AddDecayedWeights(Elementwise):
         weight_decay: :math:`\lambda`, at least zero.
     """
 
-    weight_decay: Hyperparameter = 1e-2
-
-    def __post_init__(self) -> None:
-        require("weight_decay", self.weight_decay, 0.0)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
+    weight_decay: NonNegative = 1e-2
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates + weight_decay * params``."""
@@ -46,7 +50,7 @@ class AddDecayedWeights(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class SubtractDecayedWeights(Elementwise):
+class SubtractDecayedWeights(Memoryless, Elementwise):
     r"""Subtract :math:`\lambda s_t p` from the updates, after the learning rate is applied: fully decoupled decay.
 
     The learning rate scales the decay only by how far its schedule has come, :math:`s_t = \eta_t / \eta_\text{max}`, so that tuning
@@ -61,12 +65,12 @@ class SubtractDecayedWeights(Elementwise):
         ValueError: One of ``learning_rate`` and ``max_learning_rate`` without the other, or out of range.
     """
 
-    weight_decay: Hyperparameter = 1e-4
+    weight_decay: NonNegative = 1e-4
     learning_rate: Hyperparameter | None = None
     max_learning_rate: Scalar | None = None
 
     def __post_init__(self) -> None:
-        require("weight_decay", self.weight_decay, 0.0)
+        Elementwise.__post_init__(self)
         if (self.learning_rate is None) != (self.max_learning_rate is None):
             raise ValueError(
                 "max_learning_rate: fully decoupled decay scales with learning_rate / max_learning_rate, so it needs both or neither;"
@@ -77,10 +81,6 @@ class SubtractDecayedWeights(Elementwise):
             require("max_learning_rate", self.max_learning_rate, 0.0, schedule=False)
             if is_zero(self.max_learning_rate):
                 raise ValueError("max_learning_rate: got 0.0; accepted is a number above zero.")
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates - weight_decay * (learning_rate / max_learning_rate) * params``."""
@@ -128,7 +128,7 @@ subtract_decayed_weights = SubtractDecayedWeights
 
 
 @dataclass(frozen=True, slots=True)
-class AddCautiousDecay(Elementwise):
+class AddCautiousDecay(Memoryless, Elementwise):
     r"""Cautious weight decay: add :math:`\lambda p` to the updates where it points the way of the update, :math:`u p > 0`.
 
     Between preconditioner and learning rate, where the updates still point uphill.
@@ -144,15 +144,8 @@ class AddCautiousDecay(Elementwise):
         Chen et al. 2025, https://arxiv.org/abs/2510.12402.
     """
 
-    weight_decay: Hyperparameter = 1e-2
+    weight_decay: NonNegative = 1e-2
     at_zero: bool = False
-
-    def __post_init__(self) -> None:
-        require("weight_decay", self.weight_decay, 0.0)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates + weight_decay * params`` where their signs agree, else ``updates``."""
@@ -172,7 +165,7 @@ class AddCautiousDecay(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class AddCorrectedDecay(Elementwise):
+class AddCorrectedDecay(Memoryless, Elementwise):
     r"""AdamC's corrected weight decay: add :math:`\lambda p \, \eta_t / \eta_\text{max}` to the updates.
 
     The learning rate is applied after it, so that a step shrinks a weight by :math:`\lambda \eta_t^2 / \eta_\text{max}` of itself. It is
@@ -191,20 +184,15 @@ class AddCorrectedDecay(Elementwise):
         Defazio 2025, https://arxiv.org/abs/2506.02285, Algorithm 1.
     """
 
-    weight_decay: Hyperparameter
-    learning_rate: Hyperparameter
+    weight_decay: NonNegative
+    learning_rate: NonNegative
     max_learning_rate: Scalar
 
     def __post_init__(self) -> None:
-        require("weight_decay", self.weight_decay, 0.0)
-        require("learning_rate", self.learning_rate, 0.0)
+        Elementwise.__post_init__(self)
         require("max_learning_rate", self.max_learning_rate, 0.0, schedule=False)
         if is_zero(self.max_learning_rate):
             raise ValueError("max_learning_rate: got 0.0; accepted is a number above zero.")
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates + weight_decay * (learning_rate / max_learning_rate) * params``."""
@@ -222,7 +210,7 @@ class AddCorrectedDecay(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class SubtractDecayOfMoved(Elementwise):
+class SubtractDecayOfMoved(Memoryless, Elementwise):
     r"""Decay weights after they have moved, :math:`p \leftarrow (1 - \eta\lambda)(p + u)`, as SOAP's authors do; after the learning rate.
 
     Args:
@@ -234,18 +222,13 @@ class SubtractDecayOfMoved(Elementwise):
         ValueError: A hyperparameter out of range.
     """
 
-    weight_decay: Hyperparameter = 1e-2
-    learning_rate: Hyperparameter = 1e-3
+    weight_decay: NonNegative = 1e-2
+    learning_rate: NonNegative = 1e-3
     after: int = 0
 
     def __post_init__(self) -> None:
-        require("weight_decay", self.weight_decay, 0.0)
-        require("learning_rate", self.learning_rate, 0.0)
+        Elementwise.__post_init__(self)
         require_count("after", self.after, "a whole number of updates", 0)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory."""
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates - learning_rate * weight_decay * (params + updates)``."""

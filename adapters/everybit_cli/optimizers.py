@@ -16,7 +16,7 @@ from everybit.combinators import Partition
 from everybit.optimizers import Argument, NamedOptimizer, optimizer_named
 from everybit.protocol import transforms_in
 from everybit_cli.errors import OptionError
-from everybit_torch.creating import create
+from everybit_torch.drop_ins import create
 from everybit_torch.hyperparameter_names import torch_arguments, torch_defaults
 from everybit_torch.optim import Params, TorchOptimizer
 

@@ -9,15 +9,28 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from everybit_torch.any_precision import AnyPrecisionAdamW
 from everybit_torch.audit.checkpoints import audit_checkpoint
 from everybit_torch.audit.gate import Gate, LostUpdatesError
 from everybit_torch.audit.layers import Audit, LayerAudit, load_audit
 from everybit_torch.checkpoint.single_file import load_checkpoint, save_checkpoint
-from everybit_torch.creating import create
-from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
-from everybit_torch.evaluation import evaluation_weights
-from everybit_torch.freezing import freeze, unfreeze
+from everybit_torch.drop_ins import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    AnyPrecisionAdamW,
+    Lion,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    create,
+)
 from everybit_torch.interop.quantized import (
     bitsandbytes_state_dict,
     load_bitsandbytes_state_dict,
@@ -25,13 +38,14 @@ from everybit_torch.interop.quantized import (
     torchao_state_dict,
 )
 from everybit_torch.interop.weights import export_weights, import_weights, load_safetensors, save_safetensors
-from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, NAdam, RAdam, Rprop
 from everybit_torch.optim import GradientRelease, LoadReport, RoundingLoss, TorchOptimizer, enable_gradient_release
-from everybit_torch.outer import OuterOptimizer
 from everybit_torch.routing import routing
-from everybit_torch.sharpness import sam_weights
 from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
-from everybit_torch.weight_decay import weight_decay_groups
+from everybit_torch.training.evaluation import evaluation_weights
+from everybit_torch.training.freezing import freeze, unfreeze
+from everybit_torch.training.outer import OuterOptimizer
+from everybit_torch.training.sharpness import sam_weights
+from everybit_torch.training.weight_decay import weight_decay_groups
 
 if TYPE_CHECKING:
     from everybit_torch.checkpoint.sharded import latest_checkpoint, load_sharded, load_sharded_into, save_sharded

@@ -27,9 +27,9 @@ WITH_EXAMPLES = {
     "everybit.stepping.optimizer",
     "everybit.stepping.metrics",
     "everybit.combinators.chain",
-    "everybit_torch.drop_ins",
+    "everybit_torch.drop_ins.classes",
     "everybit_torch.optim.gradient_release",
-    "everybit_torch.weight_decay",
+    "everybit_torch.training.weight_decay",
     "everybit.policies.names",
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import optim
 
 from everybit_torch import ASGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, Rprop
-from everybit_torch.drop_in import DropIn
+from everybit_torch.drop_ins.drop_in import DropIn
 
 CLOSED: list[tuple[type[DropIn], type[optim.Optimizer], dict[str, Any]]] = [
     (AdamW, optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "betas": (0.9, 0.9)}),

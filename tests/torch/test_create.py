@@ -12,7 +12,7 @@ from torch import nn
 import everybit as eb
 import everybit_torch
 from everybit_torch import TorchOptimizer, create
-from everybit_torch.creating import CLASSES, Choice
+from everybit_torch.drop_ins.creating import CLASSES, Choice
 from everybit_torch.hyperparameter_names import torch_defaults
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from everybit_torch import SGD, Adam, AdamW, Lion, RMSprop, TorchOptimizer
-from everybit_torch.drop_in import DropIn
+from everybit_torch.drop_ins.drop_in import DropIn
 from tests.support.closed_optim import CLOSED, lacks_gradient
 from tests.support.small_models import Awkward, same_bits, train
 

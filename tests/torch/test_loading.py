@@ -14,7 +14,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit_torch import SGD, AdamW, Lion
-from everybit_torch.creating import CLASSES
+from everybit_torch.drop_ins.creating import CLASSES
 from tests.support import mutations
 from tests.support.mutations import LOADERS, fingerprint, load, make, same, saved_by
 from tests.support.small_models import Awkward, same_bits, train, values

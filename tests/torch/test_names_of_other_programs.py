@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import everybit as eb
-from everybit_torch.creating import CLASSES
+from everybit_torch.drop_ins.creating import CLASSES
 from everybit_torch.names.optimizers import OPTIMIZERS
 from everybit_torch.optim.optimizer import TorchOptimizer
 

@@ -15,7 +15,7 @@ from everybit_cli.compare.model import ModelSize, Transformer, loss_of
 from everybit_cli.compare.options import CompareOptions, optimizer_of
 from everybit_cli.compare.results import Point, Probe, Record
 from everybit_cli.machine import timed, wait_for
-from everybit_torch.evaluation import evaluation_weights
+from everybit_torch.training.evaluation import evaluation_weights
 
 WARMUP_SHARE = 0.1
 FINAL_SHARE = 0.1  # of the highest learning rate

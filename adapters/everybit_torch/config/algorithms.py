@@ -20,7 +20,7 @@ from everybit.optimizers import NamedOptimizer, OptimizerName, optimizer_named
 from everybit_torch import drop_ins
 from everybit_torch.arguments import by_given_name
 from everybit_torch.config.structure import Choice, require_fields
-from everybit_torch.creating import CLASSES, for_model
+from everybit_torch.drop_ins import CLASSES, for_model
 from everybit_torch.embeddings import embeddings_of, policy_with_embeddings
 from everybit_torch.hyperparameter_names import (
     ARGUMENTS,

@@ -17,7 +17,6 @@ from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.staging import StagingMemory
 from everybit_torch.collectives import Communicator, GroupAxis
 from everybit_torch.dtensors import local
-from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.flat.optimizer import ShareOptimizer
 from everybit_torch.flat.squares import Squares
 from everybit_torch.routing import Routed
@@ -26,6 +25,7 @@ from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport
 from everybit_torch.sharded.step_checks import Completeness
 from everybit_torch.torch_internals.optimizers import note_step
+from everybit_torch.training.evaluation import evaluation_weights
 
 
 class Cycle(ABC):

@@ -28,13 +28,13 @@ from everybit_torch.optim import (
     Saved,
     TorchOptimizer,
     decoded_all,
-    loading,
     names,
     parameters_of,
     read,
     rounding_loss,
     shown,
 )
+from everybit_torch.optim.state_dicts import loading
 
 BITSANDBYTES_BLOCK = 256
 _NESTED = "__bnb_optimizer_quant_state__"

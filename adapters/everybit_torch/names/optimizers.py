@@ -12,7 +12,7 @@ from torch import nn
 
 from everybit.optimizers import NamedOptimizer, optimizers
 from everybit.policies import PolicyName
-from everybit_torch.creating import CLASSES, for_model
+from everybit_torch.drop_ins import CLASSES, for_model
 from everybit_torch.hyperparameter_names import torch_defaults
 from everybit_torch.optim import Params, TorchOptimizer
 from everybit_torch.segments import Compile

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import derive, override
 
-from everybit_torch.creating import create
+from everybit_torch.drop_ins import create
 
 
 class EverybitOptimizers(OptimizersContainer):

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from everybit_torch.creating import CLASSES
+from everybit_torch.drop_ins import CLASSES
 from everybit_torch.names.optimizers import OPTIMIZERS, value_of
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.protocol import eval_params
-from everybit_torch.optim import full_weights
-from everybit_torch.optim.expected import require_tensor
 from everybit_torch.optim.front import Front
+from everybit_torch.optim.state_dicts import full_weights
+from everybit_torch.optim.state_dicts.expected import require_tensor
 
 if TYPE_CHECKING:
-    from everybit_torch.optim.loading import Loaded
+    from everybit_torch.optim.state_dicts.loading import Loaded
 
 TRAINED = "trained_weights"
 """The entry of a parameter's state that has the weights which are trained, while the model has others."""

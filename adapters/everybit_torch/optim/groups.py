@@ -23,8 +23,8 @@ from everybit_torch.arguments import (
 from everybit_torch.choosing import Decision, tree_of
 from everybit_torch.compiled import Factory
 from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
-from everybit_torch.optim.migration import skeleton
 from everybit_torch.optim.param_groups import described, main_gradients, policy_for
+from everybit_torch.optim.state_dicts.migration import skeleton
 from everybit_torch.segments import Compile, Steps
 
 Optimizers = dict[torch.dtype, eb.Optimizer[Any]]

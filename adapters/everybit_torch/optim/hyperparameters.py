@@ -9,8 +9,8 @@ import everybit as eb
 from everybit_torch.arguments import differ
 from everybit_torch.choosing import applied
 from everybit_torch.optim.groups import Group, Optimizers
-from everybit_torch.optim.migration import Migration, plan_migration
 from everybit_torch.optim.parameters import Parameters, Stepped, shown
+from everybit_torch.optim.state_dicts.migration import Migration, plan_migration
 from everybit_torch.segments import Segment
 
 MayBegin = Callable[[Stepped, list[str], Mapping[str, Any]], None]

@@ -20,23 +20,16 @@ from everybit_torch.choosing import tree_of
 from everybit_torch.compiled import Factory
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.embeddings import require_names
-from everybit_torch.optim import (
-    evaluating,
-    full_weights,
-    hyperparameters,
-    loading,
-    param_groups,
-    saving,
-    stepping,
-    torch_format,
-)
+from everybit_torch.optim import evaluating, hyperparameters, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
 from everybit_torch.optim.front import Release, TorchNames
-from everybit_torch.optim.full_precision import LoadReport
 from everybit_torch.optim.groups import Followed, GroupMaker
 from everybit_torch.optim.param_groups import Params
-from everybit_torch.optim.parameters import Parameters, Stepped, parameters_of
-from everybit_torch.optim.saved_structure import Saved, read
+from everybit_torch.optim.parameters import Parameters, Stepped
+from everybit_torch.optim.planned import parameters_of
+from everybit_torch.optim.state_dicts import full_weights, loading, saving, torch_format
+from everybit_torch.optim.state_dicts.full_precision import LoadReport
+from everybit_torch.optim.state_dicts.saved_structure import Saved, read
 from everybit_torch.optim.states import ParameterState, States, state_replaced
 from everybit_torch.segments import Compile, require_compile
 from everybit_torch.streams import is_capturing

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.policies import policies_of
 from everybit.stepping import Metrics
 from everybit.stepping.entries import Entry
 from everybit_torch.choosing import Decision
 from everybit_torch.collectives import Communicator
-from everybit_torch.dtensors import RowShards, is_dtensor, like, local, row_edges, row_shards
+from everybit_torch.dtensors import RowShards, like, local
 from everybit_torch.host_counts import Due
 from everybit_torch.optim.groups import Group
 from everybit_torch.optim.visits import Of, Visitor, Visits
@@ -241,31 +240,3 @@ def _least(dtype: torch.dtype) -> float:
 def entries_of(one: Visited) -> list[Entry]:
     """List the entries of a parameter's state."""
     return [entry for entry, _ in one.visitor.shadow().entries()]
-
-
-def rows_to_bring(name: str, parameter: Tensor, optimizer: eb.Optimizer[Any]) -> RowShards | None:
-    """Return how ranks hold the rows of a parameter that visits; None: this rank steps its part.
-
-    Raises:
-        ValueError: It has to be stepped whole, and ranks hold it in parts that are no rows.
-    """
-    if not is_dtensor(parameter) or not parameter.ndim or not parameter.numel():
-        return None
-    whole = optimizer.needs_whole
-    blocks = {block for policy in policies_of(optimizer.policy) for block in policy.blocks if block > 1}
-    if not whole and not blocks:
-        return None
-    try:
-        rows = row_shards(parameter)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    if rows is None or whole:
-        return rows
-    return rows if any(_cuts(parameter, rows, block) for block in blocks) else None
-
-
-def _cuts(parameter: Tensor, rows: RowShards, block: int) -> bool:
-    """Whether a rank's rows begin inside a block, or torch would cut the vector of blocks at another place than where they begin."""
-    length, edges = parameter.numel() // parameter.shape[0], rows.edges(parameter.shape[0])
-    inside = any(edge < edges[-1] and edge * length % block for edge in edges)
-    return inside or row_edges(-(-parameter.numel() // block), rows.ranks) != [-(-e * length // block) for e in edges]

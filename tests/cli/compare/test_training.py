@@ -18,7 +18,7 @@ from everybit_cli.compare.results import Record
 from everybit_cli.compare.training import UNTIMED_STEPS, Trainee, learning_rate_share, new_model
 from everybit_cli.optimizers import named_optimizer
 from everybit_torch import TorchOptimizer, evaluation_weights
-from everybit_torch.creating import CLASSES
+from everybit_torch.drop_ins.creating import CLASSES
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Convert state dicts from and to ``torch.optim``; :mod:`everybit_torch.optim.loading` checks them before."""
+"""Convert state dicts from and to ``torch.optim``; :mod:`everybit_torch.optim.state_dicts.loading` checks them before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch.memory import has_memory
 from everybit_torch.optim.front import Front, TorchNames
-from everybit_torch.optim.saved_structure import Saved, names, read, shown
+from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
 
 
 def to_torch(front: Front, full: Mapping[str, Any]) -> dict[str, Any]:

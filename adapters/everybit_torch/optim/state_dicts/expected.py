@@ -16,9 +16,10 @@ from everybit_torch.choosing import applied
 from everybit_torch.dtensors import fits_in, is_cut_evenly, is_dtensor, local, saved_dtypes
 from everybit_torch.memory import has_memory
 from everybit_torch.optim.groups import Optimizers
-from everybit_torch.optim.migration import skeleton
-from everybit_torch.optim.parameters import Parameters, Plan
-from everybit_torch.optim.saved_structure import shown
+from everybit_torch.optim.parameters import Parameters
+from everybit_torch.optim.planned import Plan
+from everybit_torch.optim.state_dicts.migration import skeleton
+from everybit_torch.optim.state_dicts.saved_structure import shown
 from everybit_torch.segments import Segment
 
 LARGEST_COUNT = 2**53

@@ -1,4 +1,4 @@
-"""Optimizers with ``torch.optim``'s signatures, plus :class:`~everybit_torch.drop_in.Options`."""
+"""Optimizers with ``torch.optim``'s signatures, plus :class:`~everybit_torch.drop_ins.drop_in.Options`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import Hyperparameter
-from everybit_torch.drop_in import IMPLEMENTATION, AdamOptions, DropIn, Options
+from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, AdamOptions, DropIn, Options
 from everybit_torch.optim import UNUSED, Params, Stepped, TorchNames, TorchOptimizer
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq", "max_variance": "max_exp_avg_sq"}

@@ -1,4 +1,4 @@
-"""Further optimizers with ``torch.optim``'s signatures, plus :class:`~everybit_torch.drop_in.Options`."""
+"""Further optimizers with ``torch.optim``'s signatures, plus :class:`~everybit_torch.drop_ins.drop_in.Options`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit_torch.drop_in import IMPLEMENTATION, DropIn, Options
+from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, DropIn, Options
 from everybit_torch.optim import Params, TorchNames
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}

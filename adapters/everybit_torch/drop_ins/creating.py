@@ -13,8 +13,8 @@ from everybit.optimizers import OptimizerName, optimizer_named
 from everybit.policies import PolicyOrName
 from everybit.protocol import Transform
 from everybit.stepping import Unsafe
-from everybit_torch import drop_ins, more_drop_ins
 from everybit_torch.compiled import Factory
+from everybit_torch.drop_ins import classes, more_classes
 from everybit_torch.embeddings import FactoryForModel, embeddings_of, policy_with_embeddings
 from everybit_torch.hyperparameter_names import torch_defaults
 from everybit_torch.optim import Params, TorchOptimizer, named_by
@@ -42,19 +42,19 @@ Option = (
 """What a hyperparameter may be: a number or a schedule, a choice by name, a mask or labels, a view of matrices, another optimizer."""
 
 CLASSES: Mapping[OptimizerName, type[TorchOptimizer]] = {
-    "sgd": drop_ins.SGD,
-    "adam": drop_ins.Adam,
-    "adamw": drop_ins.AdamW,
-    "lion": drop_ins.Lion,
-    "rmsprop": drop_ins.RMSprop,
-    "nadam": more_drop_ins.NAdam,
-    "radam": more_drop_ins.RAdam,
-    "adagrad": more_drop_ins.Adagrad,
-    "adamax": more_drop_ins.Adamax,
-    "adadelta": more_drop_ins.Adadelta,
-    "torch_adafactor": more_drop_ins.Adafactor,
-    "rprop": more_drop_ins.Rprop,
-    "asgd": more_drop_ins.ASGD,
+    "sgd": classes.SGD,
+    "adam": classes.Adam,
+    "adamw": classes.AdamW,
+    "lion": classes.Lion,
+    "rmsprop": classes.RMSprop,
+    "nadam": more_classes.NAdam,
+    "radam": more_classes.RAdam,
+    "adagrad": more_classes.Adagrad,
+    "adamax": more_classes.Adamax,
+    "adadelta": more_classes.Adadelta,
+    "torch_adafactor": more_classes.Adafactor,
+    "rprop": more_classes.Rprop,
+    "asgd": more_classes.ASGD,
 }
 """The optimizers that have a class with torch's signature; all others are a :class:`TorchOptimizer` of their function."""
 

@@ -1,0 +1,1 @@
+"""Helpers of training loops: weights for evaluation, freezing, param groups, local steps, sharpness."""

@@ -39,7 +39,6 @@ class OptimizerConfig:
         policy: How parameters and state are stored: a policy, a preset's name, one for each pattern of names, or None for float32 and
             float64 models stored as they are.
         no_decay: Patterns of the names of parameters that do not decay, such as ``"*.bias"``; they form a param group of their own.
-            the algorithm works element by element.
         compile: Compile the step; ``"auto"``: of large groups, where there is a compiler.
         metrics: Measure every step.
         seed: The seed of stochastic rounding.

@@ -137,7 +137,6 @@ def plan_buffers(
         compile: Whether steps are compiled.
         metrics: Whether steps are measured.
         device: On which the run will be.
-        is_shared: Whether other ranks have other elements of the parameters.
     """
     parts = [_Part.of(buffer, labelled, kind, ranks, device) for buffer in buffers]
     persistent: Counter[str] = Counter()

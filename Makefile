@@ -36,7 +36,7 @@ demo: $(STAMP)  ## train one small language model under each policy, side by sid
 	$(BIN)/everybit compare --out runs/demo $(DEMO)
 
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 quick: $(STAMP)  ## run the first case of each test of a room (ROOM=core, torch, segments, flat, fsdp2, ...): about a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/$(ROOM)
@@ -55,12 +55,12 @@ types: $(STAMP)  ## pyright, as in editors: the package is clean, and what mypy 
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[types]'
 	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance/test_pyright.py
 
-conformance: $(STAMP)  ## run the slow pages, and in other programs: Trainer, accelerate, Lightning, DDP; compare with optax (installs JAX)
+conformance: $(STAMP)  ## run the slow tests and pages, and in other programs: Trainer, accelerate, Lightning, DDP; compare with optax (installs JAX)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,types,conformance]'
 	rm -rf $(VENV)/programs
 	@for program in $(PROGRAMS); do \
 	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/programs $$program || echo "$$program: does not install here"; done
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not exhaustive and slow'
 	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance
 
 gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check the code, write docs/gpu.md (CASES="'adamw under *'" for some)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,7 +57,7 @@ def save(path: Path, results: Iterable[Result]) -> None:
 
 
 def tables(results: list[Result], areas: Iterable[str]) -> str:
-    """One table with a row for each environment and a column for each area, one of the runs, and the lists of failures."""
+    """One table with a row for each environment and a column for each area, one of the runs, and what was not run."""
     by_key = {one.key: one for one in results}
     shown = [area for area in areas if any(one.area == area for one in results)]
     environments = list(dict.fromkeys((row, python) for row, python, _ in by_key))
@@ -73,22 +72,10 @@ def tables(results: list[Result], areas: Iterable[str]) -> str:
     if runs:
         lines += ["", _line(["date", "commit", "machine", "options of pytest"]), "|" + "---|" * 4]
         lines += [_line([date, f"`{commit}`", machine, f"`{said}`"]) for date, commit, machine, said in runs]
-    failures = [
-        f"- `{one.row}`, Python {one.python}: `{name}`" + (f" ({count} cases)" if count > 1 else "")
-        for one in ran
-        if one.outcome
-        for name, count in Counter(name.partition("[")[0] for name in one.outcome.failures).items()
-    ]
     reasons = dict.fromkeys(
         f"- `{one.row}`, Python {one.python}: {one.not_run}" for one in results if one.not_run and one.outcome is None
     )
-    return "\n".join(
-        [
-            *lines,
-            *(["", "Failed:", "", *failures] if failures else []),
-            *(["", "Not run:", "", *reasons] if reasons else []),
-        ]
-    )
+    return "\n".join([*lines, *(["", "Not run:", "", *reasons] if reasons else [])])
 
 
 def describe(outcome: Outcome) -> str:

@@ -31,9 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what mypy says, 20 seconds for all of its tests together: at the end a second worker would take some and ask again.
+    """Of a test with ``@pytest.mark.sampled(n)`` run every n-th case; the others are exhaustive.
 
-    Of a test with ``@pytest.mark.sampled(n)`` every n-th case runs by default, and the others are exhaustive.
+    The tests of types come first: mypy takes 20 seconds for all of them, and at the end a second worker would take some and ask again.
     """
     items.sort(key=lambda item: item.path.parent.name != "typing")
     seen: Counter[tuple[Path, str]] = Counter()

@@ -46,6 +46,7 @@ def test_the_errors_of_compensation_are_those_of_the_page() -> None:
     assert errors["Kahan()"][-17] > 0.5
 
 
+@pytest.mark.slow
 def test_the_second_moments_are_those_of_the_page() -> None:
     assert tables("moments.md")["moments"] == concepts.moments_table(concepts.second_moments())
 

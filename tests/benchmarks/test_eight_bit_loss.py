@@ -16,6 +16,7 @@ from everybit_cli.compare.training import Trainee
 STEPS = 4
 
 
+@pytest.mark.slow
 def test_torchs_adamw_ends_where_the_comparisons_float32_does() -> None:
     options = CompareOptions(steps=STEPS)
     assert (options.batch, options.context) == (BATCH, CONTEXT)

@@ -373,6 +373,7 @@ def save_for_ever(path: Path, slow: str, told: Connection) -> None:
     "slow",
     ["replace", *(pytest.param(slow, marks=pytest.mark.exhaustive) for slow in ("nothing", "fsync", "chmod", "check"))],
 )
+@pytest.mark.slow
 def test_killed_at_any_moment_the_last_checkpoint_loads(tmp_path: Path, slow: str) -> None:
     path = tmp_path / "run.pt"
     moments = random.Random(slow)

@@ -179,6 +179,7 @@ def random_cases(path: Path, count: int, seed: int) -> list[tuple[str, Any]]:
     ],
 )
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_no_flipped_bit_is_loaded(tmp_path: Path, kind: Kind, size: int, count: int) -> None:
     """Written by two ranks, read by one, two and three: every flip is an error on all ranks that changes nothing, or changes no value."""
     run(2, saved, tmp_path)
@@ -216,6 +217,7 @@ def whole_or_nothing(kind: Kind, path: Path) -> list[tuple[str, str, bool]]:
     ("kind", "size"), [("stepper", 3), pytest.param("stepper", 2, marks=pytest.mark.exhaustive), ("fsdp2", 3)]
 )
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path: Path, kind: Kind, size: int) -> None:
     """A file of one rank gone, cut off, or empty: the others could have loaded their part."""
     run(3, saved, tmp_path)
@@ -375,6 +377,7 @@ def replaced(metadata: Any, value: Any) -> Any:
     return metadata
 
 
+@pytest.mark.slow
 def test_many_damaged_metadata_files_are_refused_by_name_or_load(tmp_path: Path) -> None:
     """Where nothing vouches for it, a flip may be taken for what was written; but never for something that is not there."""
     one = by_dcp(tmp_path)

@@ -259,6 +259,7 @@ def killed_while_saving(path: Path, after: float) -> str:
 
 
 @pytest.mark.parametrize("after", [0.005, 0.03, 0.05, 0.11])
+@pytest.mark.sampled(4)
 def test_a_rank_killed_while_it_saves_leaves_a_checkpoint_that_loads(tmp_path: Path, after: float) -> None:
     outcomes = attempt(2, killed_while_saving, tmp_path, after, timeout=10)
     assert outcomes[1] == (False, "died")

@@ -36,6 +36,7 @@ def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]
         assert command.summary in " ".join(printed.split())
 
 
+@pytest.mark.slow
 def test_the_list_of_commands_fits_a_terminal_and_loads_none_of_them() -> None:
     code = (
         "import sys\nimport everybit_cli as cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"

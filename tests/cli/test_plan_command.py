@@ -138,6 +138,7 @@ def test_three_dtypes(tmp_path: Path) -> None:
     assert one["persistent"]["gradients"] == pytest.approx(4 * numel / 8, abs=200)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_configuration(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     config = {

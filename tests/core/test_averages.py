@@ -79,6 +79,7 @@ def test_it_is_the_papers_weighted_mean(decay: float, gamma: float, start: int, 
             torch.testing.assert_close(averages[step - 1], expected, rtol=0, atol=30 * 5 * 15 * 2.0**-52)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_average_moves_where_one_that_is_rounded_to_nearest_stands_still() -> None:
     """Weights that jump from 1 to 2: after 2000 steps of an EMA of 0.999 the average is 2 - 0.999**2000 = 1.865.
 

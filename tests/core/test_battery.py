@@ -178,6 +178,7 @@ INLINED = {
         for preset in eb.policies.PRESETS
     ],
 )
+@pytest.mark.slow
 def test_every_preset_keeps_its_bits_inside_a_users_own_compiled_function(preset: str) -> None:
     dtype = INLINED[preset]
     testing.check_compiled_equals_eager(

@@ -190,6 +190,7 @@ def test_a_gradient_of_1e_3_that_falls_to_1e_5_is_followed_or_refused(variance: 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 @pytest.mark.sampled(3)
+@pytest.mark.slow
 def test_a_slow_momentum_falls_when_gradients_do(name: str) -> None:
     """Gradient 1 for 200 steps, then none for 700: a momentum to nearest stayed where it was, and weights ran away."""
     makers: dict[str, Callable[[], eb.Transform[Any]]] = {

@@ -267,6 +267,7 @@ def test_work_is_done_at_the_first_update_and_every_period_after_it() -> None:
         assert len(done) == {1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2, 7: 3, 8: 3}[step]
 
 
+@pytest.mark.slow
 def test_a_decided_step_compiles_twice_and_computes_only_what_is_due() -> None:
     graphs: list[torch.fx.GraphModule] = []
 

@@ -102,6 +102,7 @@ def test_forward_mode_and_batches_differentiate_alike(name: str) -> None:
     torch.testing.assert_close(inside, looped, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_a_compiled_derivative_is_eagers() -> None:
     torch._dynamo.reset()
 
@@ -145,6 +146,7 @@ def training_loop(steps: int, step: Any) -> dict[str, Tensor]:
     return params  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_the_documented_loop_keeps_no_graph() -> None:
     @torch.no_grad()
     def step(optimizer: Any, *arguments: Any) -> Any:

@@ -41,6 +41,7 @@ def constant_steps(formats: Mapping[str, eb.ParamFormat], start: Tensor, update:
 # (a) Exact
 
 
+@pytest.mark.slow
 def test_split_16_training_is_bit_for_bit_the_float32_run() -> None:
     """1000 steps of AdamW with decay; the model's tensor is the float32 weight rounded to nearest at each, but for ties."""
     generator = torch.Generator().manual_seed(0)
@@ -178,6 +179,7 @@ def decay_shares(formats: Mapping[str, eb.ParamFormat], start: Tree, rate: float
     return {name: (p.double() / start[name].double()).log() / (steps * math.log1p(-rate)) for name, p in kept.items()}
 
 
+@pytest.mark.slow
 def test_decay_of_a_hundred_thousandth_a_step_is_effective_to_a_thousandth() -> None:
     """lr * wd = 1e-5, no gradient, 1000 steps: the mean share over all weights is 1 to within 1e-3.
 
@@ -213,6 +215,7 @@ def test_decay_is_lost_on_plain_bfloat16() -> None:
     assert_same_bits(params, start)
 
 
+@pytest.mark.slow
 def test_decay_under_a_residual_rounded_to_nearest_needs_more_than_2_to_the_minus_17() -> None:
     """Half a step of the residual is at most 2**-17 of the weight (float16: 2**-20). Above, decay is off by no more; below, it ends."""
     start = (1 + torch.rand(256, generator=torch.Generator().manual_seed(0))).bfloat16()

@@ -30,6 +30,7 @@ def test_a_step_with_dynamic_shapes_gives_eager_codes_bits_for_every_size() -> N
     torch.__version__ < "2.13",
     reason="Dynamo before torch 2.13 refuses a Context as a default of a method of what is built inside (docs/versions.md)",
 )
+@pytest.mark.slow
 def test_an_optimizer_may_be_built_inside_of_a_compiled_function() -> None:
     params = {"w": torch.linspace(-1, 1, 5)}
     state = eb.with_policy(eb.adamw(1e-3), eb.policies.FP32).init(params)
@@ -56,6 +57,7 @@ def test_an_optimizer_may_be_built_inside_of_a_compiled_function() -> None:
     ],
 )
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_a_state_may_begin_inside_of_a_compiled_function(name: eb.OptimizerName, policy: str) -> None:
     optimizer = eb.with_policy(getattr(eb, name)(1e-3), getattr(eb.policies, policy))
     dtype = torch.float32 if policy == "FP32" else torch.bfloat16
@@ -74,6 +76,7 @@ def test_a_state_may_begin_inside_of_a_compiled_function(name: eb.OptimizerName,
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("ademamix", marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_numbers_that_change_at_every_call_are_those_of_the_call(name: eb.OptimizerName) -> None:
     """From the second change on they are symbols to Dynamo; Inductor then keeps the second value in some operations and not in others."""
 

@@ -105,7 +105,7 @@ PLACES = [
         ),
     ],
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 def test_a_cycle_after_an_error_has_the_bits_of_one_without(
     where: str, unit: str, shape: tuple[int, ...], outer: str
 ) -> None:

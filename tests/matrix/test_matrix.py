@@ -109,12 +109,12 @@ def test_results_are_read_as_they_were_written_and_shown_by_area(tmp_path: Path)
         "| `newest` | 2.15.0 | 0.20.0 | 3.11.7 | 3 passed | 2 passed, **1 failed**, 4 skipped, **pytest ended with code 2** |"
     )
     assert shown[3] == "| `newest` | 2.15.0 | 0.20.0 | 3.12 | not run | not run |"
-    assert "- `newest`, Python 3.11.7: `tests.torch::a`" in shown
     assert "- `newest`, Python 3.12: there is no python3.11" in shown
     with pytest.raises(ValueError, match="between which tables are written"):
         write_into(tmp_path / "results.json", "new", BEGIN)
 
 
+@pytest.mark.slow
 def test_a_report_of_pytest_is_counted_and_a_run_without_one_is_broken(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert False\n@pytest.mark.skip('no')\ndef test_c(): pass\n"

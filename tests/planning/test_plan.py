@@ -158,6 +158,7 @@ def test_what_persists_and_is_sent_is_planned_to_the_byte(size: int, strategy: S
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 def test_so_it_is_in_two_dimensions() -> None:
     for case in (CASES[1], CASES[3], CASES[6]):
         found = run(4, on_a_mesh, measured, 2, 2, "optim_grads", *case)

@@ -43,6 +43,7 @@ def trained(path: str, checkpoint: Path, same_optimizer: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_the_same_program_for_three_systems_has_the_same_losses(tmp_path: Path) -> None:
     """Bit for bit: DDP and FSDP2 with torch's optimizer, and all three with the same one."""
     paths = {name: f"coming-from/with_{name}.py" for name in ("stepper", "fsdp2", "ddp")}

@@ -74,6 +74,7 @@ def test_a_step_reads_nothing_back_from_the_device(size: int) -> None:
     assert run(size, stepped_without_reading) == [[]] * size
 
 
+@pytest.mark.slow
 def test_a_step_on_a_mesh_of_two_dimensions_reads_nothing_back() -> None:
     strategies: tuple[Strategy, ...] = ("optim", "optim_grads")
     assert run(4, on_a_mesh, on_mesh, 2, 2, strategies) == [[]] * 4
@@ -101,6 +102,7 @@ def test_a_step_of_the_torch_optimizer_reads_nothing_back(clipped: bool, low: bo
     assert readbacks.read == 0
 
 
+@pytest.mark.slow
 def test_a_compiled_step_reads_nothing_back() -> None:
     """Compiled code is called without Dynamo from its second call on, so that a mode sees what it asks for."""
     torch._dynamo.reset()  # what it remembers of other tests' lengths may make code for one length

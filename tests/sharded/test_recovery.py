@@ -184,7 +184,7 @@ SAMPLED = [
         for context in CONTEXTS
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_an_error_at_any_point_leaves_nothing_behind(tmp_path: Path, strategy: Strategy, context: str) -> None:
     """Raised at the entry of functions, on all ranks; each case takes another twelfth of them."""
     part = FLAT.index(strategy) + len(FLAT) * CONTEXTS.index(context)

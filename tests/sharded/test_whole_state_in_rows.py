@@ -206,6 +206,7 @@ SOME = ("soap in 16 bits", "dion in 16 bits", "adafactor in 16 bits", "beginning
     ],
 )
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_rows_have_the_bits_and_the_state_of_the_whole_model(
     names: tuple[str, ...], size: int, shape: tuple[int, ...] | None, at_least: int
 ) -> None:

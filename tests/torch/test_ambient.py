@@ -69,6 +69,7 @@ def test_a_step_is_the_same_in_every_mode(name: Any, dtype: torch.dtype, policy:
 
 @pytest.mark.parametrize("mode", ["autocast to float16", "default device meta", "products in bfloat16"])
 @pytest.mark.sampled(3)
+@pytest.mark.slow
 def test_a_compiled_step_is_the_same_in_every_mode(mode: str) -> None:
     plain = stepped("adamw", BF16, "LEAN_BF16", compile=False, mode=nullcontext)
     assert all(map(torch.equal, stepped("adamw", BF16, "LEAN_BF16", compile=True, mode=MODES[mode]), plain))

@@ -107,6 +107,7 @@ def test_the_broken_default_warns_once_with_the_remedy(monkeypatch: pytest.Monke
         AnyPrecisionAdamW(Awkward().parameters())
 
 
+@pytest.mark.slow
 def test_the_remedy_does_not_warn_and_works() -> None:
     parameter = torch.nn.Parameter(torch.zeros(256, dtype=torch.bfloat16))
     optimizer = AnyPrecisionAdamW([parameter], lr=0.0, variance_rounding="stochastic")

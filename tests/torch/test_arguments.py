@@ -155,7 +155,7 @@ def test_errors_are_about_the_argument_that_was_given(kind: Any, arguments: dict
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
-    "rate", [np.float32(0.125), np.float64(0.125), np.int64(1), np.array(0.125), Fraction(1, 8), np.float16(0.125)]
+    "rate", [np.float64(0.125), np.float32(0.125), np.int64(1), np.array(0.125), Fraction(1, 8), np.float16(0.125)]
 )
 @pytest.mark.sampled(6)
 def test_numbers_of_numpy_are_numbers(rate: Any) -> None:

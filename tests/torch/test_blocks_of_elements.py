@@ -168,6 +168,7 @@ def test_a_long_buffer_is_stepped_in_pieces_that_end_at_blocks(monkeypatch: pyte
         pytest.param(eb.Policy(momentum=eb.Blockwise("float", block=32)), id="momentum"),
     ],
 )
+@pytest.mark.slow
 def test_compiled_gives_the_uncompiled_bits_where_blocks_are_whole_and_where_they_are_not(policy: eb.Policy) -> None:
     found = []
     for compile in (False, True):

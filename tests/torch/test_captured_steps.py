@@ -119,6 +119,7 @@ def test_a_step_after_replays_goes_on_from_them() -> None:
 
 
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.slow
 def test_nothing_moves_and_nothing_is_read_from_the_first_step_on(compile: bool) -> None:
     """Code of a transform of the library is called without Dynamo from the second step on, so that a mode sees what it asks for."""
     torch._dynamo.reset()  # what it remembers of other tests' lengths may make code for one length

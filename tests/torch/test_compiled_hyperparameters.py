@@ -127,6 +127,7 @@ SAMPLED = ("SGD without momentum",)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.exhaustive) for name in CHANGES]
 )
+@pytest.mark.slow
 def test_every_number_of_every_optimizer_may_change_between_compiled_steps(name: str) -> None:
     make, changes, graphs = CHANGES[name]
     ran = compare(make, steps=len(changes) + 2, change=lambda step: dict(enumerate(changes, 1)).get(step, {}))
@@ -167,6 +168,7 @@ def structural(
     return eb.accumulate(inner, every)
 
 
+@pytest.mark.slow
 def test_numbers_that_a_factory_or_its_transform_looks_at_are_constants_and_the_others_are_data() -> None:
     ran = compare(
         lambda p, c: TorchOptimizer(
@@ -197,6 +199,7 @@ def test_zero_is_told_from_minus_zero_and_one_from_true() -> None:
     assert not ran.warned
 
 
+@pytest.mark.slow
 def test_trying_out_what_may_be_data_is_not_noticed() -> None:
     def factory(learning_rate: Any, weight_decay: Any) -> Any:
         if isinstance(weight_decay, Tensor):
@@ -278,6 +281,7 @@ def test_a_tensor_of_the_users_that_is_looked_at_is_not_compiled() -> None:
     assert len(ran.warned) == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_a_transform_is_raised_as_it_is_and_nothing_is_changed() -> None:
     def fails(x: Tensor) -> Tensor:
         raise LookupError("no such table")
@@ -301,6 +305,7 @@ def test_an_error_of_a_transform_is_raised_as_it_is_and_nothing_is_changed() -> 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_constant_that_changes_at_every_step_is_not_compiled_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "LIMIT", 2)
 
@@ -318,6 +323,7 @@ def test_a_constant_that_changes_at_every_step_is_not_compiled_for_ever(monkeypa
     assert "other values of terms" in warned
 
 
+@pytest.mark.slow
 def test_sets_of_missing_gradients_need_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more of them than torch makes graphs for, eight, and more than variants are made for."""
     monkeypatch.setattr(variants, "LIMIT", 2)
@@ -373,6 +379,7 @@ class Whole:
         return eb.tree.map(lambda u: u / 2, updates), state
 
 
+@pytest.mark.slow
 def test_shapes_beyond_the_compilers_own_limit_step_uncompiled() -> None:
     def factory(learning_rate: Any) -> Any:
         return eb.chain(Whole(), eb.sgd(learning_rate))

@@ -86,6 +86,7 @@ def test_steps_are_compiled_to_one_loop_over_registers_with_eagers_bits(name: st
     ],
 )
 @pytest.mark.exhaustive
+@pytest.mark.slow
 def test_without_vectors_for_bits_the_bits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     expected = stepped(name, compile=False)
@@ -94,6 +95,7 @@ def test_without_vectors_for_bits_the_bits_are_the_same(name: str, monkeypatch: 
         assert same_bits(stepped(name), expected)
 
 
+@pytest.mark.slow
 def test_without_scalars_before_the_loop_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     expected = stepped("FP32", compile=False)

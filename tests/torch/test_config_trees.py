@@ -86,7 +86,10 @@ STEPPERS = st.builds(
     strategy=literals(StepperConfig, "strategy"), outer=literals(StepperConfig, "outer"), nan=literals(StepperConfig, "nan"),
     compile=st.booleans(), seed=st.integers(0, 2**40),
 )  # fmt: skip
-SCHEMAS = {kind: json_schema(kind) for kind in (OptimizerConfig, StepperConfig)}
+SCHEMAS = {
+    kind: import_module("jsonschema").Draft202012Validator(json_schema(kind))
+    for kind in (OptimizerConfig, StepperConfig)
+}
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,7 +102,7 @@ def test_a_configuration_survives_dicts_and_files_and_follows_its_schema(
     path = tmp_path_factory.getbasetemp() / f"config.{suffix}"
     save_config(config, path)
     assert load_config(type(config), path) == config
-    import_module("jsonschema").validate(json.loads(json.dumps(data)), SCHEMAS[type(config)])
+    SCHEMAS[type(config)].validate(json.loads(json.dumps(data)))
 
 
 MISTAKES: list[tuple[Any, str]] = [

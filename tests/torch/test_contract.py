@@ -192,6 +192,7 @@ def test_a_model_of_several_dtypes(how: str) -> None:
     assert same_bits([held[id(p)] for p in model.parameters()], values(reference))
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_step_is_the_same_bits_and_says_so_once(tmp_path: Path) -> None:
     """In a process whose PATH has no C++ compiler."""
     program = textwrap.dedent(

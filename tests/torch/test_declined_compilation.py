@@ -83,6 +83,7 @@ def trained(
 )
 @pytest.mark.parametrize("name", DECLINES)
 @pytest.mark.sampled(5)
+@pytest.mark.slow
 def test_a_step_happens_once_however_the_compiler_declines(
     name: str, make: Callable[..., TorchOptimizer], when: int
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_step_happens_once_however_the_compiler_declines(
     assert same_bits(found, expected)
 
 
+@pytest.mark.slow
 def test_it_is_compiled_again_when_the_compiler_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mode for one step does not leave the rest of a run uncompiled."""
     compiled: list[Any] = []
@@ -152,6 +154,7 @@ def test_the_warning_says_what_was_given_and_points_at_the_users_line(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_environments_switch_is_such_a_case() -> None:
     program = (
         "import torch; from everybit_torch import SGD\n"

@@ -40,6 +40,7 @@ def test_a_compensated_sum_that_is_written_with_casts_survives_the_exact_options
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_step_in_a_users_function_has_eager_codes_bits_under_the_exact_options() -> None:
     optimizer = eb.with_policy(eb.adamw(1e-3), eb.policies.EXACT_BF16)
     params = {"w": torch.linspace(-1, 1, 300).bfloat16()}

@@ -79,6 +79,7 @@ def test_from_the_second_step_on_dynamo_is_not_asked(policy: eb.Policy, through_
 
 
 @pytest.mark.parametrize("alone", [True], indirect=True)
+@pytest.mark.slow
 def test_parameters_of_all_lengths_are_called_directly_by_the_code_of_the_first(
     alone: bool, through_dynamo: list[int]
 ) -> None:
@@ -119,6 +120,7 @@ def the_weights(step: int, parameter: nn.Parameter) -> Tensor:
     [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in (wider, the_weights)), every_second, with_a_graph],
 )
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_gradients_of_another_kind_go_through_dynamo(
     alone: bool, kind: Callable[[int, nn.Parameter], Tensor], through_dynamo: list[int]
 ) -> None:
@@ -168,6 +170,7 @@ def test_what_may_change_besides_is_left_to_dynamo(through_dynamo: list[int]) ->
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.slow
 def test_no_gradient_is_kept_alive(through_dynamo: list[int]) -> None:
     parameter = nn.Parameter(torch.ones(50))
     optimizer = AdamW([parameter], compile=True)

@@ -43,6 +43,7 @@ def test_adapters_in_bfloat16_follow_float32_under_a_policy_and_not_without(exam
     assert left["PURE_BF16"] > left["FP32"] + 0.05
 
 
+@pytest.mark.slow
 def test_an_agent_in_bfloat16_learns_under_a_policy_and_not_without(example: Any) -> None:
     found = example("reinforcement").main(["--updates", "100", "--policies", "LEAN_BF16", "PURE_BF16"])
     assert found["LEAN_BF16"] > 1.5 * found["PURE_BF16"]

@@ -485,6 +485,7 @@ def test_removing_twice_is_removing_once() -> None:
     again.remove()
 
 
+@pytest.mark.slow
 def test_a_model_that_nobody_has_is_freed_with_its_optimizer() -> None:
     def trained() -> weakref.ref[nn.Module]:
         model = nn.Linear(3, 3)

@@ -69,6 +69,7 @@ def loaded() -> dict[str, list[str]]:
     "stage", ["import everybit", "import everybit_torch", "an uncompiled step", "a stepper's step"]
 )
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_nothing_that_takes_long_is_loaded_by(stage: str, loaded: dict[str, list[str]]) -> None:
     names = loaded[stage]
     assert "everybit" in names
@@ -76,6 +77,7 @@ def test_nothing_that_takes_long_is_loaded_by(stage: str, loaded: dict[str, list
 
 
 @pytest.mark.parametrize("stage", ["import everybit", "import everybit_torch"])
+@pytest.mark.slow
 def test_beside_the_standard_library_only_optree_comes_with(stage: str, loaded: dict[str, list[str]]) -> None:
     roots = {name.partition(".")[0] for name in loaded[stage]}
     assert roots <= OURS | set(sys.stdlib_module_names)

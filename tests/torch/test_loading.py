@@ -163,6 +163,7 @@ def test_the_last_tensor_is_judged_before_the_first_is_written(loader: str, step
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 12))])
+@pytest.mark.slow
 def test_damaged_at_random_it_is_refused_and_unchanged_or_accepted_and_goes_on(seed: int) -> None:
     """``mutations.run`` says what is asserted; by hand it was run for many more."""
     with warnings.catch_warnings():

@@ -129,6 +129,7 @@ def test_lr_schedulers_drive_it_as_they_drive_torch(scheduler: str, compile: boo
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.slow
 def test_a_schedule_recompiles_nothing() -> None:
     torch._dynamo.reset()
     model = Awkward()

@@ -381,6 +381,7 @@ library_factory.__module__ = "everybit.of_the_test"
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.slow
 def test_direct_calls_of_both_variants_do_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a transform as the library's own, of which nothing can change: after each answer was seen Dynamo is not asked."""
     through: list[Any] = []

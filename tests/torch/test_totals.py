@@ -302,6 +302,7 @@ def test_squares_in_one_memory_have_the_bits_of_squares_in_new_memory(dtype: tor
 @pytest.mark.parametrize(
     "name", ["clipped", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FACTORIES if n != "clipped")]
 )
+@pytest.mark.slow
 def test_compiled_steps_give_the_bits_of_uncompiled_ones(name: str, policy: eb.Policy) -> None:
     dtype = torch.float32 if policy is FP32 else torch.bfloat16
     found = []

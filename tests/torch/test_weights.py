@@ -203,6 +203,7 @@ def damaged_header(header: dict[str, Any], random: Random) -> Any:
     return copy
 
 
+@pytest.mark.slow
 def test_thousands_of_damaged_files_are_refused_and_change_nothing_or_load_whole(tmp_path: Path) -> None:
     model, optimizer = trained("LEAN_BF16")
     save_safetensors(path := tmp_path / "w.safetensors", model, optimizer)

@@ -11,6 +11,8 @@ from mypy import api
 
 from tests.support.pages import blocks
 
+pytestmark = pytest.mark.slow  # mypy takes 20 seconds for all of them together
+
 ROOT = Path(__file__).parents[2]
 # Pages whose programs type-check, up to and including so many blocks of Python: what authors of transforms take over.
 PAGES = {"docs/transforms.md": 1, "docs/tutorials/write_an_optimizer.md": 1}

@@ -1,13 +1,9 @@
 """A plugin that gives axolotl the names of :mod:`everybit_torch.names.trainer`.
 
-.. code-block:: yaml
-
-    plugins: [everybit_torch.names.axolotl.EverybitPlugin]
-    optimizer: everybit_adamw
-    optim_args: {policy: LEAN_BF16}
+plugins: [everybit_torch.names.axolotl.EverybitPlugin]
+optimizer: everybit_adamw
+optim_args: {policy: LEAN_BF16}
 """
-
-from __future__ import annotations
 
 from typing import Any
 

@@ -20,9 +20,7 @@ class EverybitAdamW(AdamW):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict without the version of its format, which is no tensor."""
         found = super().state_dict()
-        found["state"] = {
-            number: {name: x.clone() for name, x in own.items()} for number, own in found["state"].items()
-        }
+        found["state"] = {number: {k: x.clone() for k, x in own.items()} for number, own in found["state"].items()}
         del found[VERSION_KEY]
         return found
 

@@ -5,6 +5,4 @@
 ``LightningCLI`` knows every optimizer that is imported by the name of its class: ``EverybitMuon``, ``EverybitSoap`` and so on.
 """
 
-from everybit_torch.names.optimizers import OPTIMIZERS
-
-__all__ = ["OPTIMIZERS"]
+from everybit_torch.names.optimizers import OPTIMIZERS as OPTIMIZERS

@@ -44,13 +44,7 @@ def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     begin.__signature__ = inspect.Signature([own, params, *given])  # type: ignore[attr-defined]
     begin.__annotations__ = {one.name: one.annotation for one in (params, *given)}
-    space = {
-        "__init__": begin,
-        "__doc__": doc,
-        "__module__": __name__,
-        "__signature__": inspect.Signature([params, *given]),
-    }
-    made: type[TorchOptimizer] = type(title, (base,), space)
+    made: type[TorchOptimizer] = type(title, (base,), {"__init__": begin, "__doc__": doc, "__module__": __name__})
     return made
 
 
@@ -86,10 +80,8 @@ def value_of(where: str, text: str, default: object) -> Any:
     kind = type(default)
     fits = type(found) is kind or (kind in (float, type(None)) and type(found) in (int, float))
     if not fits or (isinstance(default, tuple) and len(found) != len(default)):
-        accepted = {bool: "true or false", tuple: "as many numbers as the default has, as in 0.9:0.95"}.get(
-            kind, "a number"
-        )
-        raise ValueError(f"{where}: got {text!r}; accepted is {accepted}.")
+        accepted = {bool: "true or false", tuple: "as many numbers as the default has, as in 0.9:0.95"}
+        raise ValueError(f"{where}: got {text!r}; accepted is {accepted.get(kind, 'a number')}.")
     return float(found) if kind is float else found
 
 

@@ -27,9 +27,7 @@ def run(arguments: Sequence[str]) -> None:
     program = list(arguments[2 if is_module else 1 :])
     if not program or not set(names) <= set(PROGRAMS):
         got = " ".join(arguments) or "nothing"
-        raise SystemExit(
-            f"run: got {got}; accepted is one of {', '.join(PROGRAMS)}, and then script.py or -m module, and its arguments."
-        )
+        raise SystemExit(f"run: got {got}; accepted is {', '.join(PROGRAMS)}, then script.py or -m module.")
     for name in names:
         import_module(f"everybit_torch.names.{name}")
     sys.argv = program

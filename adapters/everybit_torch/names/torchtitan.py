@@ -28,12 +28,9 @@ class EverybitOptimizers(OptimizersContainer):
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
         def factory(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
-            named = []
             for group in groups:
-                names = group.pop("param_names")
-                named.append({**group, "params": list(zip(names, group["params"], strict=True))})
-            known: Any = name.lower()
-            return create(known, named, **options)
+                group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
+            return create(name.lower(), groups, **options)  # type: ignore[arg-type]  # which refuses others by name
 
         return factory
 
@@ -58,8 +55,6 @@ class EverybitOptimizers(OptimizersContainer):
 def everybit(config: Any, **options: Any) -> Any:
     """Return a configuration of everybit's optimizers; ``options`` are those of :func:`everybit_torch.create`: a policy, a seed."""
     if config.implementation == "fused_opt_states_bf16":
-        raise ValueError(
-            "implementation: got 'fused_opt_states_bf16'; accepted is 'fused', with a policy as LEAN_BF16."
-        )
+        raise ValueError("implementation: got 'fused_opt_states_bf16'; accepted is 'fused', with a policy.")
     names = {group.optimizer_name for group in config.param_groups}
     return derive(config, EverybitOptimizers.Config, optimizer_factory_kwargs_by_name=dict.fromkeys(names, options))

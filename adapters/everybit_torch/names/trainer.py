@@ -28,9 +28,7 @@ def register() -> None:
         handlers: Any = import_module("transformers.trainer_optimizer")._OPTIMIZER_HANDLERS
         listed = names._member_names_
     except AttributeError:
-        raise ImportError(
-            "transformers: has no table of optimizers; accepted is optimizer_cls_and_kwargs=..."
-        ) from None
+        raise ImportError("transformers: has no table of names; accepted is optimizer_cls_and_kwargs=.") from None
     for name in OPTIMIZERS:
         value = f"everybit_{name}"
         if value not in names._value2member_map_:

@@ -147,6 +147,7 @@ def test_ctrl_c_after_a_validation_writes_what_there_was_beside_the_last_results
     assert "After 2 steps differences between policies are noise" in printed
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module_and_its_help_names_every_option() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "everybit_cli", "compare", "--help"], capture_output=True, text=True, check=True
@@ -155,6 +156,7 @@ def test_it_runs_as_a_module_and_its_help_names_every_option() -> None:
         assert option in done.stdout
 
 
+@pytest.mark.slow
 def test_the_library_does_not_load_what_only_the_command_needs() -> None:
     code = "import sys, everybit_torch; print({'tyro', 'rich', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

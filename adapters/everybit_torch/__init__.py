@@ -31,12 +31,8 @@ from everybit_torch.drop_ins import (
     Rprop,
     create,
 )
-from everybit_torch.interop.quantized import (
-    bitsandbytes_state_dict,
-    load_bitsandbytes_state_dict,
-    load_torchao_state_dict,
-    torchao_state_dict,
-)
+from everybit_torch.interop.bitsandbytes import bitsandbytes_state_dict, load_bitsandbytes_state_dict
+from everybit_torch.interop.torchao import load_torchao_state_dict, torchao_state_dict
 from everybit_torch.interop.weights import export_weights, import_weights, load_safetensors, save_safetensors
 from everybit_torch.optim import GradientRelease, LoadReport, RoundingLoss, TorchOptimizer, enable_gradient_release
 from everybit_torch.routing import routing

@@ -47,6 +47,7 @@ def test_maps_match_dicts_by_key() -> None:
 
 
 @pytest.mark.parametrize("name", testing.REGISTRY)
+@pytest.mark.sampled(10)
 def test_the_order_of_the_gradients_keys_does_not_matter(name: str) -> None:
     optimizer = eb.with_policy(testing.REGISTRY[name](0.1), eb.policies.LEAN_BF16)
     params = testing.example_params(torch.bfloat16)

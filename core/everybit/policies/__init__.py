@@ -29,14 +29,10 @@ A bfloat16 moment is rounded stochastically in every preset but the last two: ro
 """
 
 from everybit.policies.codec import Codec, widened, widened_param
-from everybit.policies.names import PolicyName, PolicyOrName, with_name_resolved
-from everybit.policies.policy import (
+from everybit.policies.labels import (
     LOW,
     AnyPolicy,
     ByLabel,
-    Grads,
-    Policy,
-    Resolved,
     block_of,
     by_dtype,
     by_label,
@@ -44,9 +40,10 @@ from everybit.policies.policy import (
     for_dtype,
     is_dense,
     policies_of,
-    resolve,
     resolve_tree,
 )
+from everybit.policies.names import PolicyName, PolicyOrName, with_name_resolved
+from everybit.policies.policy import Grads, Policy, Resolved, resolve
 from everybit.policies.presets import (
     ANYPRECISION,
     EXACT_BF16,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from typing import Literal, TypeVar
 
-from everybit.policies.policy import AnyPolicy, Policy
+from everybit.policies.labels import AnyPolicy
+from everybit.policies.policy import Policy
 from everybit.policies.presets import PRESETS
 
 PolicyName = Literal[

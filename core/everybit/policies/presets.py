@@ -9,7 +9,8 @@ from typing import Any
 
 from everybit.base import FloatDType
 from everybit.formats import Blockwise, Kahan, Master, Nearest, Split, Stochastic
-from everybit.policies.policy import ByLabel, Policy
+from everybit.policies.labels import ByLabel
+from everybit.policies.policy import Policy
 
 _BF16 = Nearest("bfloat16")
 _BF16_STOCHASTIC = Stochastic("bfloat16")

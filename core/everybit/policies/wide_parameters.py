@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from everybit.base import require_count, require_name, require_patterns
+from everybit.policies.labels import ByLabel, by_label
 from everybit.policies.names import PolicyName, with_name_resolved
-from everybit.policies.policy import ByLabel, Policy, by_label
+from everybit.policies.policy import Policy
 
 NARROW, WIDE = "narrow", "wide"
 

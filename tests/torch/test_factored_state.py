@@ -144,9 +144,7 @@ class SaysElement(ScaleByFactoredRms):
 
 
 def test_factors_of_a_transform_that_may_be_cut_anywhere_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"SaysElement\.init: state\.variance: got factors.*cut: ClassVar\[eb\.Cut\] = 'tensor'"
-    ):
+    with pytest.raises(ValueError, match=r"SaysElement\.init: state\.variance: got factors.*cut = 'tensor'"):
         eb.with_policy(SaysElement(), FP32).init({"w": torch.ones(2, 3)})
 
 

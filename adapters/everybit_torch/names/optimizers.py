@@ -77,12 +77,12 @@ def value_of(where: str, text: str, default: object) -> Any:
         return found
     with suppress(ValueError, SyntaxError):
         found = ast.literal_eval(text.replace(":", ",")) if found is text else found
-    kind = type(default)
+    kind: Any = type(default)
     fits = type(found) is kind or (kind in (float, type(None)) and type(found) in (int, float))
     if not fits or (isinstance(default, tuple) and len(found) != len(default)):
-        accepted = {bool: "true or false", tuple: "as many numbers as the default has, as in 0.9:0.95"}
+        accepted: dict[Any, str] = {bool: "true or false", tuple: "as many numbers as the default has, as in 0.9:0.95"}
         raise ValueError(f"{where}: got {text!r}; accepted is {accepted.get(kind, 'a number')}.")
     return float(found) if kind is float else found
 
 
-_WORDS = {"true": True, "false": False, "none": None}
+_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}

@@ -11,12 +11,13 @@ from typing import Any
 
 from transformers.training_args import OptimizerNames
 
-from everybit_torch.names import trainer as _names  # noqa: F401  # adds them to Trainer
+from everybit_torch.names import trainer
 from everybit_torch.names.optimizers import OPTIMIZERS
 
 
 def register() -> None:
-    """Add the names to swift's table."""
+    """Add the names to Trainer's table and to swift's."""
+    trainer.register()
     module: Any = import_module("swift.optimizers")
     for name in OPTIMIZERS:
         module.optimizers_map[f"everybit_{name}"] = _callback(module.OptimizerCallback, f"everybit_{name}")

@@ -28,9 +28,8 @@ class EverybitOptimizers(OptimizersContainer):
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
         def factory(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
-            for group in groups:
-                group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
-            return create(name.lower(), groups, **options)  # type: ignore[arg-type]  # which refuses others by name
+            named = [dict(one, params=list(zip(one.pop("param_names"), one["params"], strict=True))) for one in groups]
+            return create(name.lower(), named, **options)  # type: ignore[arg-type]  # which refuses others by name
 
         return factory
 

@@ -127,7 +127,7 @@ def require_cut(transform: Transform[Any], state: object, params: object) -> Non
         if any(isinstance(value, dict) for value in tree.flatten_up_to(params, slot)):
             raise ValueError(
                 f"{_name(transform)}.init: state.{name}: got factors, tensors by name that have other shapes than their parameter, of a"
-                " transform that says that parameters may be cut anywhere. Accepted is cut: ClassVar[eb.Cut] = 'tensor'."
+                " transform that says that parameters may be cut anywhere. Accepted is cut = 'tensor'."
             )
         return slot
 

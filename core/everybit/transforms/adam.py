@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class ScaleByAdam(Elementwise):
         Kingma & Ba 2015, https://arxiv.org/abs/1412.6980, Algorithm 1.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NonNegative = 1e-8
@@ -180,7 +180,7 @@ class ScaleByNadam(Elementwise):
         Dozat 2016, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ, as in ``torch.optim.NAdam``.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NonNegative = 1e-8
@@ -249,7 +249,7 @@ class ScaleByAdamax(Elementwise):
         Kingma & Ba 2015, https://arxiv.org/abs/1412.6980, Algorithm 2, as in ``torch.optim.Adamax``.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NonNegative = 1e-8
@@ -301,7 +301,7 @@ class ScaleByAdamAtan2(Elementwise):
         Everett et al. 2024, https://arxiv.org/abs/2407.05872, section 4.3.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.99
     a: NonNegative = 1.27

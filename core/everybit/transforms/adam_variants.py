@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class ScaleByRadam(Elementwise):
         Liu et al. 2020, https://arxiv.org/abs/1908.03265, Algorithm 2, as in ``torch.optim.RAdam``.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NonNegative = 1e-8
@@ -145,7 +145,7 @@ class ScaleByBelief(Elementwise):
         Zhuang et al. 2020, https://arxiv.org/abs/2010.07468, Algorithm 2.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NonNegative = 1e-16
@@ -213,7 +213,7 @@ class ScaleByYogi(Elementwise):
         Zaheer et al. 2018, https://papers.nips.cc/paper/8186, Algorithm 2, with Adam's bias correction as in optax.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NonNegative = 1e-3
@@ -283,8 +283,8 @@ class ScaleByStableAdam(Elementwise):
         Wortsman et al. 2023, https://arxiv.org/abs/2304.13013, Algorithm 2.
     """
 
-    reduces: ClassVar[bool] = True
-    per_tensor: ClassVar[bool] = True
+    reduces = True
+    per_tensor = True
     b1: Rate = 0.9
     b2: Rate = 0.99
     eps: NonNegative = 1e-6
@@ -372,7 +372,7 @@ class ScaleByAdopt(Elementwise):
         Taniguchi et al. 2024, https://arxiv.org/abs/2411.02853, Algorithm 2 (with clipping).
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.9999
     eps: NonNegative = 1e-6
@@ -426,7 +426,7 @@ class BeginAfter(Memoryless, Elementwise):
         ValueError: ``steps`` is no whole number, or negative.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     steps: int = 1
 
     def __post_init__(self) -> None:

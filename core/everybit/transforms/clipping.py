@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -104,9 +104,9 @@ class ClipByRms(Memoryless, Elementwise):
         Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 6; optax's ``clip_by_block_rms``.
     """
 
-    reduces: ClassVar[bool] = True
-    reads_weights: ClassVar[bool] = False
-    per_tensor: ClassVar[bool] = True
+    reduces = True
+    reads_weights = False
+    per_tensor = True
     limit: NonNegative = 1.0
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
@@ -159,8 +159,8 @@ class ClipByZScore(Elementwise):
         Kumar et al. 2025, https://arxiv.org/abs/2504.02507 (there :math:`\alpha = 0.97`, :math:`z_\text{max} = 2.5`, 25 updates).
     """
 
-    reduces: ClassVar[bool] = True
-    reads_weights: ClassVar[bool] = False
+    reduces = True
+    reads_weights = False
     decay: Rate = 0.97
     limit: NonNegative = 2.5
     warmup: int = 25

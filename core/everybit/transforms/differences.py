@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class ScaleByAdan(Elementwise):
         Xie et al. 2022, https://arxiv.org/abs/2208.06677, Algorithm 1.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.98
     b2: Rate = 0.92
     b3: Rate = 0.99
@@ -184,9 +184,9 @@ class ReduceVariance(Elementwise):
         Yuan et al. 2024, https://arxiv.org/abs/2411.10438, Algorithm 2 and eq. 2.6.
     """
 
-    reduces: ClassVar[bool] = True
-    reads_weights: ClassVar[bool] = False
-    per_tensor: ClassVar[bool] = True
+    reduces = True
+    reads_weights = False
+    per_tensor = True
     gamma: NonNegative = 0.025
     b1: Rate = 0.95
     max_norm: NonNegative | None = 1.0

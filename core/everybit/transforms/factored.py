@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class ScaleByFactoredRms(WholeTensors):
         https://arxiv.org/abs/2106.04560.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     _: KW_ONLY
     beta2_decay: Hyperparameter = -0.8
     b2_cap: Share = 1.0
@@ -369,7 +369,7 @@ class ScaleByCame(WholeTensors):
         Luo et al. 2023, https://arxiv.org/abs/2307.02047, Algorithm 2.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.999
     b3: Rate = 0.9999

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,8 +74,8 @@ class ScaleByKron(WholeTensors):
         https://github.com/evanatyourservice/kron_torch.
     """
 
-    reads_weights: ClassVar[bool] = False
-    draws: ClassVar[bool] = True
+    reads_weights = False
+    draws = True
     b1: Rate = 0.9
     preconditioner_rate: Share = 0.1
     period: int = 1

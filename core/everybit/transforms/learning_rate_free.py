@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Prodigy(Elementwise):
         Mishchenko & Defazio 2023, https://arxiv.org/abs/2306.06101, Algorithm 4, as in ``prodigyopt``.
     """
 
-    reduces: ClassVar[bool] = True
+    reduces = True
     learning_rate: NonNegative = 1.0
     _: KW_ONLY
     b1: Rate = 0.9
@@ -234,7 +234,7 @@ class DAdaptAdam(Elementwise):
         Defazio & Mishchenko 2023, https://arxiv.org/abs/2301.07733, Algorithm 5, as in ``dadaptation`` 3.2.
     """
 
-    reduces: ClassVar[bool] = True
+    reduces = True
     learning_rate: NonNegative = 1.0
     b1: Rate = 0.9
     b2: Rate = 0.999

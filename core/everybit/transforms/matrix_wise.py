@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ class Stateless(MatrixWise):
         TypeError: ``view`` is not a view.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Trace(Elementwise):
         Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html, as in ``torch.optim.SGD``.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     decay: Share = 0.9
     _: KW_ONLY
     dampening: Share = 0.0
@@ -120,7 +120,7 @@ class RunningMean(Elementwise):
         ValueError: A hyperparameter out of range, or not finite.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     decay: Rate = 0.9
     debias: bool = False
     nesterov: bool = False
@@ -173,7 +173,7 @@ class ScaleByRunningSquare(Elementwise):
         ValueError: A hyperparameter out of range, or not finite.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     decay: Rate = 0.999
     eps: NonNegative = 1e-8
     once_trusted: bool = False
@@ -231,7 +231,7 @@ class AmplifySlowGradients(Elementwise):
         Lee et al. 2024, https://arxiv.org/abs/2405.20233, Algorithm 2.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     decay: Rate = 0.98
     gain: NonNegative = 2.0
 
@@ -301,7 +301,7 @@ class ScaleByAdemamix(Elementwise):
         Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137, Algorithm 1.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.999
     b3: Rate = 0.9999

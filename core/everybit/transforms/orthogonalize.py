@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -264,7 +264,7 @@ class ScaleByNorMuon(MatrixWise):
         Li et al. 2025, https://arxiv.org/abs/2510.05491, Algorithm 1.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b2: Rate = 0.95
     side: Side = "rows"
     norm: Norm = "kept"

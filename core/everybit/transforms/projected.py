@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -78,8 +78,8 @@ class ScaleByDion(WholeTensors):
         Ahn et al. 2025, https://arxiv.org/abs/2504.05295.
     """
 
-    reads_weights: ClassVar[bool] = False
-    draws: ClassVar[bool] = True
+    reads_weights = False
+    draws = True
     decay: Share = 0.95
     rank_divisor: int = 4
     eps: NonNegative = 1e-8
@@ -235,7 +235,7 @@ class ScaleByApollo(WholeTensors):
         https://arxiv.org/abs/2410.01623.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     scale: NonNegative = 1.0
     scale_type: ScaledBy = "channel"
     limit: Hyperparameter | None = 1.01

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -55,7 +55,7 @@ class ScaleByAdagrad(Elementwise):
         Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html, as in ``torch.optim.Adagrad``.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     initial_accumulator_value: Scalar = 0.0
     eps: NonNegative = 1e-10
     lr_decay: NonNegative = 0.0
@@ -124,7 +124,7 @@ class ScaleByAdadelta(Elementwise):
         Zeiler 2012, https://arxiv.org/abs/1212.5701, Algorithm 1, as in ``torch.optim.Adadelta``.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     rho: Share = 0.9
     eps: NonNegative = 1e-6
 
@@ -194,7 +194,7 @@ class ScaleByRms(Elementwise):
         Hinton 2012, lecture 6e; Graves 2013, https://arxiv.org/abs/1308.0850, eq. 38-45; ``torch.optim.RMSprop``.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     decay: Rate = 0.99
     eps: NonNegative = 1e-8
     _: KW_ONLY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class ScaleByShampoo(WholeTensors):
         gradients: Shi et al. 2023, https://arxiv.org/abs/2309.06497.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Hyperparameter | None = 0.9
     b2: Hyperparameter | None = 0.999
     eps: NonNegative = 1e-12

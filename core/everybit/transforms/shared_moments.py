@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import reduce
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class ScaleBySm3(WholeTensors):
         Anil et al. 2019, https://arxiv.org/abs/1901.11150, SM3-II.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     _: KW_ONLY
     b2: Rate | None = None
     eps: NonNegative = 1e-30
@@ -152,7 +152,7 @@ class ScaleByAdamMini(WholeTensors):
         Zhang et al. 2024, https://arxiv.org/abs/2406.16793, Algorithm 1.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NonNegative = 1e-8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class ScaleByLion(Elementwise):
         Chen et al. 2023, https://arxiv.org/abs/2302.06675, Algorithm 2.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.9
     b2: Rate = 0.99
 
@@ -104,7 +104,7 @@ class ScaleByRprop(Elementwise):
         sign changes.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     learning_rate: NonNegative = 1e-2
     shrink: Share = 0.5
     grow: Hyperparameter = 1.2

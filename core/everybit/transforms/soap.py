@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class ScaleBySoap(WholeTensors):
         Vyas et al. 2024, https://arxiv.org/abs/2409.11321; corrected: Lin et al. 2025, https://arxiv.org/abs/2509.03378.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     b1: Rate = 0.95
     b2: Rate = 0.95
     factor_decay: Rate | None = None

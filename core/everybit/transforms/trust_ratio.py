@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ class _PerTensor(Memoryless, Elementwise):
     """Base class of transforms that request numbers of each whole parameter, and may be cut anywhere all the same."""
 
     __slots__ = ()
-    reduces: ClassVar[bool] = True
-    per_tensor: ClassVar[bool] = True
+    reduces = True
+    per_tensor = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Memoryless:
 class Identity(Memoryless, Elementwise):
     """Pass updates on as they are."""
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates as they are given."""
@@ -60,7 +60,7 @@ class Identity(Memoryless, Elementwise):
 class SetToZero(Memoryless, Elementwise):
     """Replace updates by zero, for frozen parameters, which are not decayed either."""
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return zeros in place of the updates."""
@@ -71,7 +71,7 @@ class SetToZero(Memoryless, Elementwise):
 class ScaleBySign(Memoryless, Elementwise):
     """Keep only the sign: -1, 0 or 1 (signSGD, Bernstein et al. 2018, https://arxiv.org/abs/1802.04434)."""
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the signs of the updates."""
@@ -86,7 +86,7 @@ class Scale(Memoryless, Elementwise):
         factor: The number; any sign.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     factor: Finite = 1.0
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
@@ -103,7 +103,7 @@ class ScaleByLearningRate(Memoryless, Elementwise):
         learning_rate: Non-negative. Zero is safe: it is not a divisor.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     learning_rate: NonNegative = 1e-3
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
@@ -120,7 +120,7 @@ class Clip(Memoryless, Elementwise):
         limit: Non-negative; same unit as the updates.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     limit: NonNegative = 1.0
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
@@ -140,8 +140,8 @@ class ClipByGlobalNorm(Memoryless, Elementwise):
         limit: Non-negative; same unit as the updates.
     """
 
-    reduces: ClassVar[bool] = True
-    reads_weights: ClassVar[bool] = False
+    reduces = True
+    reads_weights = False
     limit: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class ZeroNans(Memoryless, Elementwise):
         infinite: Replace infinite elements, too.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
     infinite: bool = False
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
@@ -205,7 +205,7 @@ class Centralize(Memoryless, WholeTensors):
         Yong et al. 2020, https://arxiv.org/abs/2004.01461; optax's ``centralize`` is the same.
     """
 
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the centred updates."""
@@ -238,8 +238,8 @@ class AddNoise(Memoryless, Elementwise):
         Neelakantan et al. 2015, https://arxiv.org/abs/1511.06807.
     """
 
-    draws: ClassVar[bool] = True
-    reads_weights: ClassVar[bool] = False
+    draws = True
+    reads_weights = False
     eta: NonNegative = 0.01
     gamma: NonNegative = 0.55
 
@@ -267,8 +267,8 @@ class NormalizeByGlobalNorm(Memoryless, Elementwise):
         ValueError: A hyperparameter out of range.
     """
 
-    reduces: ClassVar[bool] = True
-    reads_weights: ClassVar[bool] = False
+    reduces = True
+    reads_weights = False
     scale: NonNegative = 1.0
     eps: NonNegative = 1e-6
 

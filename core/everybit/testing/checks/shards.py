@@ -170,7 +170,7 @@ def _step_together(
         waiting = [one for one in results if isinstance(one, Pending)]
         if any(one.request.each for one in waiting) and not optimizer.per_tensor:
             raise AssertionError(
-                f"{what}: requests numbers of each parameter; promised is per_tensor: ClassVar[bool] = True of a transform that does."
+                f"{what}: requests numbers of each parameter; promised is per_tensor = True of a transform that does."
             )
         # Another rank has contributed the copy's elements: to a sum the copy adds zero, and a maximum stays as it is.
         partials: list[tuple[Kind, Tensor]] = [

@@ -16,16 +16,15 @@ from everybit_torch.interop.quantized import (
     given_to_peer,
     is_decoupled,
     is_dynamic,
-    load_all_bits,
+    load_from_peer,
     plain_number,
     quantized,
-    read_whole,
     require_agrees,
     require_slots,
     widened,
     with_step,
 )
-from everybit_torch.optim import RoundingLoss, Saved, TorchOptimizer, names, parameters_of, shown
+from everybit_torch.optim import RoundingLoss, TorchOptimizer, names, shown
 
 BLOCK = 256
 _NESTED = "__bnb_optimizer_quant_state__"
@@ -51,13 +50,7 @@ def load_bitsandbytes_state_dict(optimizer: TorchOptimizer, state_dict: Mapping[
     Raises:
         ValueError: An entry that does not fit; the message names the place, and the optimizer is unchanged.
     """
-    saved = read_whole(optimizer, state_dict)
-    groups = [_group_from_bitsandbytes(optimizer, number, group) for number, group in enumerate(saved.groups)]
-    entries = {
-        position: _from_bitsandbytes(position, parameter_entries, parameters_of(optimizer.param_groups)[position])
-        for position, parameter_entries in saved.entries.items()
-    }
-    return load_all_bits(optimizer, Saved(groups, saved.numbers, entries, saved.elsewhere))
+    return load_from_peer(optimizer, state_dict, partial(_group_from_bitsandbytes, optimizer), _from_bitsandbytes)
 
 
 @in_plain_mode

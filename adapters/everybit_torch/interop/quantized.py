@@ -61,19 +61,6 @@ class Quantized:
         return self.qmap[codes] * spread(self.scale.reshape(-1), self.block, self.shape)
 
 
-def read_whole(optimizer: TorchOptimizer, state_dict: Mapping[str, Any]) -> Saved:
-    """Read a state dict, without the names of parameters.
-
-    Raises:
-        ValueError: The optimizer has sharded parameters.
-    """
-    _require_whole(optimizer)
-    saved = read(state_dict, optimizer.own_groups)
-    options = ("params", "param_names")
-    groups = [{name: value for name, value in group.items() if name not in options} for group in saved.groups]
-    return replace(saved, groups=groups)
-
-
 def _require_whole(optimizer: TorchOptimizer) -> None:
     for number, parameter in enumerate(parameters_of(optimizer.param_groups)):
         if is_dtensor(parameter):
@@ -96,7 +83,29 @@ def _is_of(format: Any, value: Quantized) -> bool:
     )
 
 
-def load_all_bits(optimizer: TorchOptimizer, saved: Saved) -> dict[str, RoundingLoss]:
+def load_from_peer(
+    optimizer: TorchOptimizer,
+    state_dict: Mapping[str, Any],
+    group_of: Callable[[int, Mapping[Any, Any]], dict[Any, Any]],
+    entries_of: Callable[[int, Mapping[Any, Any], Tensor], dict[Any, Any]],
+) -> dict[str, RoundingLoss]:
+    """Load a peer's state dict, of which the two functions convert a param group, and the entries of a parameter.
+
+    Raises:
+        ValueError: The optimizer has sharded parameters, or something does not fit; the optimizer is unchanged.
+    """
+    _require_whole(optimizer)
+    saved = read(state_dict, optimizer.own_groups)
+    options, parameters = ("params", "param_names"), parameters_of(optimizer.param_groups)
+    groups = [
+        group_of(number, {name: value for name, value in group.items() if name not in options})
+        for number, group in enumerate(saved.groups)
+    ]
+    entries = {position: entries_of(position, own, parameters[position]) for position, own in saved.entries.items()}
+    return _load(optimizer, replace(saved, groups=groups, entries=entries))
+
+
+def _load(optimizer: TorchOptimizer, saved: Saved) -> dict[str, RoundingLoss]:
     """Store all decoded values, and put the codes of slots with the same format in their place."""
     wide = {
         position: {

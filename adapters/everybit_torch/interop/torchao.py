@@ -21,16 +21,15 @@ from everybit_torch.interop.quantized import (
     Quantized,
     given_to_peer,
     is_dynamic,
-    load_all_bits,
+    load_from_peer,
     plain_number,
     quantized,
-    read_whole,
     require_agrees,
     require_slots,
     widened,
     with_step,
 )
-from everybit_torch.optim import RoundingLoss, Saved, TorchOptimizer, parameters_of
+from everybit_torch.optim import RoundingLoss, TorchOptimizer
 
 _SLOTS = {"exp_avg": "momentum", "exp_avg_sq": "variance", "max_exp_avg_sq": "max_variance"}
 
@@ -53,16 +52,7 @@ def load_torchao_state_dict(optimizer: TorchOptimizer, state_dict: Mapping[str, 
     Raises:
         ValueError: An entry that does not fit; the message names the place, and the optimizer is unchanged.
     """
-    saved = read_whole(optimizer, state_dict)
-    groups = [
-        {name: plain_number(value) if name == "lr" else value for name, value in group.items()}
-        for group in saved.groups
-    ]
-    entries = {
-        position: _from_torchao(position, parameter_entries, parameters_of(optimizer.param_groups)[position])
-        for position, parameter_entries in saved.entries.items()
-    }
-    return load_all_bits(optimizer, Saved(groups, saved.numbers, entries, saved.elsewhere))
+    return load_from_peer(optimizer, state_dict, _group_from_torchao, _from_torchao)
 
 
 @in_plain_mode
@@ -106,6 +96,10 @@ def _from_torchao(position: int, given: Mapping[Any, Any], parameter: Tensor) ->
             )
         found[ours] = quantized(here, codes, scale, qmap, bits, block, parameter.shape)
     return with_step(where, flat, found)
+
+
+def _group_from_torchao(_number: int, given: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: plain_number(value) if name == "lr" else value for name, value in given.items()}
 
 
 def _group_to_torchao(number: int, group: Mapping[str, Any], slots: Sequence[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from everybit.base import (
     Hyperparameter,
     NonNegative,
+    Range,
     Rate,
     Slot,
     at,
@@ -27,6 +28,15 @@ from everybit.base import (
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay, Sum
 
 P = TypeVar("P")
+
+Growth = Annotated[Hyperparameter, Range(1.0)]
+"""At least one."""
+
+
+def _require_first_estimate(d0: Hyperparameter) -> None:
+    require("d0", d0, 0.0, schedule=False)
+    if is_zero(d0):
+        raise ValueError("d0: got 0.0; accepted is a number above zero.")
 
 
 @tree.state
@@ -93,17 +103,13 @@ class Prodigy(Elementwise):
     weight_decay: NonNegative = 0.0
     d0: Hyperparameter = 1e-6
     d_coef: NonNegative = 1.0
-    growth_rate: Hyperparameter | None = None
+    growth_rate: Growth | None = None
     bias_correction: bool = False
     safeguard_warmup: bool = False
 
     def __post_init__(self) -> None:
         Elementwise.__post_init__(self)
-        if self.growth_rate is not None:
-            require("growth_rate", self.growth_rate, 1.0)
-        require("d0", self.d0, 0.0, schedule=False)
-        if is_zero(self.d0):
-            raise ValueError("d0: got 0.0; accepted is a number above zero.")
+        _require_first_estimate(self.d0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with ``b3``; ``start`` has to keep its values."""
@@ -241,16 +247,12 @@ class DAdaptAdam(Elementwise):
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.0
     d0: Hyperparameter = 1e-6
-    growth_rate: Hyperparameter | None = None
+    growth_rate: Growth | None = None
     bias_correction: bool = False
 
     def __post_init__(self) -> None:
         Elementwise.__post_init__(self)
-        if self.growth_rate is not None:
-            require("growth_rate", self.growth_rate, 1.0)
-        require("d0", self.d0, 0.0, schedule=False)
-        if is_zero(self.d0):
-            raise ValueError("d0: got 0.0; accepted is a number above zero.")
+        _require_first_estimate(self.d0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with the root of ``b2``, which is nearer to 1."""

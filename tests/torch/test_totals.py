@@ -485,7 +485,7 @@ def peak(factory: Callable[..., Any], policy: eb.Policy, size: int) -> int:
         for p in model:
             p.grad = torch.ones_like(p)
         optimizer.step()
-    with AllocationCounter(smallest=1) as counter:
+    with AllocationCounter() as counter:
         optimizer.step()
     found: int = counter.peak
     return found

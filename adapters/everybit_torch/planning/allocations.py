@@ -27,27 +27,19 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Memory that an operation of torch allocates for itself and frees before it returns is not seen; that of everybit's own is.
 
-    Args:
-        counts: Asked at each allocation whether it is to be counted; None: all are.
-        smallest: Storages of fewer bytes are not counted.
-
     Attributes:
         live: Bytes of tensors that are not freed yet.
         peak: The most that ``live`` has been.
     """
 
-    def __init__(self, counts: Callable[[], bool] | None = None, *, smallest: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._smallest = smallest
-        self._counts = counts
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        self.live: int = 0
-        self.peak: int = 0
+        self.live = self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count its results."""
-        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = {storage_identity(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         inside = INSIDE.get(function.name())
         if inside is None:
             outputs = function(*args, **(kwargs or {}))
@@ -55,32 +47,18 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 outputs = inside(*args, **(kwargs or {}))
         for output in tree_leaves(outputs):
-            if isinstance(output, Tensor):
-                storage = output.untyped_storage()
-                if storage not in self._known and not any(
-                    storage_identity(storage) == storage_identity(one) for one in given
-                ):
-                    self._known.add(storage)
-                    empty = not storage.nbytes()  # it may be given memory later
-                    if (empty or storage.nbytes() >= self._smallest) and (self._counts is None or self._counts()):
-                        self._change(self._size_of(storage), storage.nbytes())
+            storage = output.untyped_storage() if isinstance(output, Tensor) else None
+            if storage is not None and storage not in self._known and storage_identity(storage) not in given:
+                self._known.add(storage)
+                self.allocated(storage)
         return outputs
 
-    def resized(self, storage: UntypedStorage) -> None:
-        """A storage has another size now: operations are seen, resizing is not."""
-        if storage in self._sizes:
-            nbytes = storage.nbytes()
-            self._change(self._sizes[storage], nbytes if nbytes >= self._smallest else 0)
+    def allocated(self, storage: UntypedStorage) -> None:
+        """Count a new storage until it is freed."""
+        self.change(storage.nbytes())
+        weakref.finalize(storage, self.change, -storage.nbytes())
 
-    def _size_of(self, storage: UntypedStorage) -> list[int]:
-        """The counted bytes of a storage, which are changed to 0 when it is freed."""
-        if storage not in self._sizes:
-            self._known.add(storage)
-            size = self._sizes[storage] = [0]
-            weakref.finalize(storage, self._change, size, 0)
-        return self._sizes[storage]
-
-    def _change(self, size: list[int], nbytes: int) -> None:
-        self.live += nbytes - size[0]
+    def change(self, nbytes: int) -> None:
+        """Count more live bytes, or fewer."""
+        self.live += nbytes
         self.peak = max(self.peak, self.live)
-        size[0] = nbytes

@@ -14,18 +14,16 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered, dtype_name
 from everybit.policies import Resolved, resolve, short
-from everybit.stepping import Metrics, nbytes, state_bytes
+from everybit.stepping import Metrics, nbytes
 from everybit_torch.collectives import Grads
 from everybit_torch.compiled import is_number
 from everybit_torch.flat import Buffer, Place
 from everybit_torch.planning.allocations import AllocationCounter
-from everybit_torch.planning.report import Plan, Ranks, in_order
+from everybit_torch.planning.report import Plan, Run, distribution, in_order, kept_by
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction, sent_by_sum
-from everybit_torch.planning.whole_tensors import distribution
 from everybit_torch.segments import PIECE, Segment, Work, find_totals, indices, most_short, neighbours, piece_size
 from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
-from everybit_torch.sharded.strategies import Sharding
 
 COMPARED = 6 * torch.int64.itemsize
 """Bytes in which ranks compare what they begin: each microbatch whose gradients are summed, and a step."""
@@ -59,15 +57,16 @@ class _Part:
     is_shared: bool
 
     @classmethod
-    def of(cls, buffer: Buffer, labelled: Labelled, kind: Sharding, ranks: Ranks, device: torch.device) -> _Part:
+    def of(cls, buffer: Buffer, labelled: Labelled, run: Run) -> _Part:
         """That of the planned rank."""
+        kind, ranks = run.kind, run.ranks
         where, spec = buffer.share(ranks.inner_rank if kind.state else 0), buffer.places[0].spec
         label = labelled.meaning[spec.label]
         resolved = resolve(label.policy, dtype_name(spec.dtype, field=spec.name))
         grads = Grads.of(resolved, ranks.inner, ranks.outer)
         places = [place.within(where) for place in buffer.places]
         is_shared = kind.state and ranks.inner > 1
-        return cls(buffer, where.stop - where.start, places, label, resolved, grads, device, is_shared)
+        return cls(buffer, where.stop - where.start, places, label, resolved, grads, run.device, is_shared)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,41 +103,24 @@ class _Part:
         """Bytes between steps, by use."""
         found: Counter[str] = Counter()
         optimizer = self.optimizer()
-        is_main = any(part.name == "main" for part in self.resolved.params.parts())
         for shape, first in self.stepped():
             state = optimizer.init([torch.empty(shape, dtype=self.dtype, device="meta")])
-            found["main parameters" if is_main else "compensation"] += nbytes(state.extra)
-            found.update(state_bytes(state.inner, counters=state.step.nbytes))
+            found.update(kept_by(state, self.resolved))
             found["bookkeeping"] += torch.int64.itemsize if isinstance(first, int) else nbytes(first)
         return found
 
 
-def plan_buffers(
-    parameters: Mapping[str, Tensor],
-    buffers: Sequence[Buffer],
-    labelled: Labelled,
-    kind: Sharding,
-    ranks: Ranks,
-    *,
-    microbatches: int,
-    compile: bool,
-    metrics: bool,
-    device: torch.device,
-) -> Plan:
+def plan_buffers(parameters: Mapping[str, Tensor], buffers: Sequence[Buffer], labelled: Labelled, run: Run) -> Plan:
     """Plan one rank.
 
     Args:
         parameters: All that are managed, by name.
         buffers: The places of those that are trained.
         labelled: What these are stepped with.
-        kind: The tensors that are sharded.
-        ranks: The numbers of ranks, and the planned rank.
-        microbatches: Backward passes in a step.
-        compile: Whether steps are compiled.
-        metrics: Whether steps are measured.
-        device: On which the run will be.
+        run: The run that is planned.
     """
-    parts = [_Part.of(buffer, labelled, kind, ranks, device) for buffer in buffers]
+    kind, ranks = run.kind, run.ranks
+    parts = [_Part.of(buffer, labelled, run) for buffer in buffers]
     persistent: Counter[str] = Counter()
     weights: Counter[str] = Counter()
     for name, p in parameters.items():
@@ -150,65 +132,61 @@ def plan_buffers(
         persistent["gradients"] += (one.share if kind.grads else one.buffer.numel) * one.grads.main.itemsize
         persistent.update(one.persistent())
         weights[short(one.resolved.params)] += sum(place.numel for place in one.buffer.places)
-    if compile:
+    if run.compile:
         for label in {id(one.label): one.label for one in parts}.values():
             given = hyperparameters(label.transform).values()
             numbers = [n for value in given for n in (value if isinstance(value, tuple) else (value,))]
             persistent["bookkeeping"] += sum(map(is_number, numbers)) * torch.float64.itemsize
-    if metrics:
+    if run.metrics:
         persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
-    transient = {
-        "forward": 0,
-        "backward": _under_way(parts, kind, ranks),
-        "step": _step(parts, device, compile=compile),
-    }
+    transient = {"forward": 0, "backward": _under_way(parts, run), "step": _step(parts, run)}
     filled = sum(place.numel for buffer in buffers for place in buffer.places)
     return Plan(
         kind, ranks, sum(p.numel() for p in parameters.values()), sum(b.numel for b in buffers) - filled,
-        in_order(persistent), transient, _wire(parts, kind, ranks, microbatches), microbatches, dict(weights),
-        distribution(buffers, ranks.inner, ranks.inner_rank) if kind.state else None,
+        in_order(persistent), transient, _wire(parts, run), run.microbatches, dict(weights),
+        distribution(buffers, ranks.inner) if kind.state else None,
     )  # fmt: skip
 
 
-def _wire(parts: Sequence[_Part], kind: Sharding, ranks: Ranks, microbatches: int) -> dict[str, int]:
+def _wire(parts: Sequence[_Part], run: Run) -> dict[str, int]:
     """Bytes that this rank sends in a step, by collective."""
-    found: Counter[str] = Counter()
+    kind, ranks, found = run.kind, run.ranks, Counter[str]()
+    passes = run.microbatches if kind.grads else 1
     for one in parts:
         numel, main, wires = one.buffer.numel, one.grads.main, one.grads
         inner = sent_by_reduction(numel, main, wires.inner, ranks.inner, scatters=kind.state)
-        found.update({name: (microbatches if kind.grads else 1) * sent for name, sent in inner.items()})
+        found.update({name: passes * sent for name, sent in inner.items()})
         if ranks.outer > 1:
             share = one.share if kind.state else numel
             found.update(sent_by_reduction(share, main, wires.outer, ranks.outer, scatters=False))
         if kind.state:
             found.update(sent_by_exchange("all_gather", numel * one.dtype.itemsize, ranks.inner))
-    turns = (microbatches if kind.grads else 1) + 1
     flags, squares = sum(len(one.places) for one in parts), torch.float64.itemsize
-    for agreed in (*(COMPARED,) * turns, flags, squares):
+    for agreed in (*(COMPARED,) * (passes + 1), flags, squares):
         for size in (ranks.inner, ranks.outer):
             found.update(sent_by_sum(agreed, size))
     return {name: size for name, size in found.items() if size}
 
 
-def _under_way(parts: Sequence[_Part], kind: Sharding, ranks: Ranks) -> int:
+def _under_way(parts: Sequence[_Part], run: Run) -> int:
     """Bytes of all reductions of a pass at once: copies that are sent, and the input of an exact sum."""
     nbytes = 0
     for one in parts:
         wire, numel = one.grads.inner, one.buffer.numel
-        sent = numel if kind.grads or wire.dtype is not one.grads.main else 0
-        received = (ranks.inner * one.share if kind.state else numel) if wire.exact else 0
+        sent = numel if run.kind.grads or wire.dtype is not one.grads.main else 0
+        received = (run.ranks.inner * one.share if run.kind.state else numel) if wire.exact else 0
         nbytes += (sent + received) * wire.dtype.itemsize
     return nbytes
 
 
-def _step(parts: Sequence[_Part], device: torch.device, *, compile: bool) -> int:
+def _step(parts: Sequence[_Part], run: Run) -> int:
     """The most bytes that the step of one segment takes. Compiled code has no temporaries where parameters are cut."""
     known: dict[tuple[str, torch.dtype, tuple[int, ...]], int] = {}
     for one in parts:
-        if compile and not one.is_whole:
+        if run.compile and not one.is_whole:
             continue
         for shape, first in one.stepped():
-            size = shape if one.is_whole else (min(*shape, piece_size(device)),)
+            size = shape if one.is_whole else (min(*shape, piece_size(run.device)),)
             key = one.buffer.places[0].spec.label, one.dtype, size
             if math.prod(size) and key not in known:
                 known[key] = _measured(one, size, in_a_row=isinstance(first, int))

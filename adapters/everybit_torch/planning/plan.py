@@ -28,7 +28,7 @@ from everybit_torch.collectives import sizes_of
 from everybit_torch.flat import BufferStepper, laid_out
 from everybit_torch.fsdp2 import FSDP2Stepper, homes_of
 from everybit_torch.planning.buffers import plan_buffers
-from everybit_torch.planning.report import Plan, Ranks
+from everybit_torch.planning.report import Plan, Ranks, Run
 from everybit_torch.planning.rows import plan_units
 from everybit_torch.sharded.ignored_parameters import ignored_ids
 from everybit_torch.sharded.labelling import Labelled, Transforms, label_parameters
@@ -46,17 +46,14 @@ def plan_stepper(engine: BufferStepper | FSDP2Stepper, microbatches: int) -> Pla
         engine: The stepper's.
         microbatches: Backward passes in a step.
     """
-    judged, metrics = engine.judged, engine.as_optimizer().metrics_enabled
-    labelled, kind = Labelled(engine.labels, engine.labelled), judged.options.sharding
+    judged, labelled = engine.judged, Labelled(engine.labels, engine.labelled)
     ranks = Ranks(engine.inner.size, engine.outer.size, engine.inner.rank, engine.outer.rank)
+    options, metrics = judged.options, engine.as_optimizer().metrics_enabled
+    device = next(p.device for p in engine.parameters.values())
+    run = Run(options.sharding, ranks, microbatches, metrics, options.compile, device)
     if isinstance(engine, BufferStepper):
-        return plan_buffers(
-            engine.parameters, engine.judged.buffers, labelled, kind, ranks, microbatches=microbatches,
-            compile=judged.options.compile, metrics=metrics, device=judged.device,
-        )  # fmt: skip
-    return plan_units(
-        engine.parameters, engine.judged.homes, labelled, kind, ranks, microbatches=microbatches, metrics=metrics
-    )
+        return plan_buffers(engine.parameters, engine.judged.buffers, labelled, run)
+    return plan_units(engine.parameters, engine.judged.homes, labelled, run)
 
 
 def plan(
@@ -110,17 +107,14 @@ def plan(
     outer_rank, inner_rank = rank if isinstance(rank, tuple) else divmod(rank, inner_size)
     if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
         raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
-    kind, there = chosen.sharding, Ranks(inner_size, outer_size, inner_rank, outer_rank)
+    there = Ranks(inner_size, outer_size, inner_rank, outer_rank)
+    run = Run(chosen.sharding, there, microbatches, metrics, chosen.compile, torch.device(device))
     require_model(model)
     left_alone, modules = ignored_ids(model, chosen.ignored), find_units(model, chosen.units)
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in left_alone}
     require_some(parameters.values())
     labelled = label_parameters(model, parameters, transform, chosen.policy, chosen.labels)
-    if kind.params:
-        homes = homes_of(model, modules, left_alone)
-        return plan_units(parameters, homes, labelled, kind, there, microbatches=microbatches, metrics=metrics)
-    buffers = laid_out(model, parameters, labelled, modules, left_alone, kind, (inner_size, outer_size))
-    return plan_buffers(
-        parameters, buffers, labelled, kind, there,
-        microbatches=microbatches, compile=chosen.compile, metrics=metrics, device=torch.device(device),
-    )  # fmt: skip
+    if run.kind.params:
+        return plan_units(parameters, homes_of(model, modules, left_alone), labelled, run)
+    buffers = laid_out(model, parameters, labelled, modules, left_alone, run.kind, (inner_size, outer_size))
+    return plan_buffers(parameters, buffers, labelled, run)

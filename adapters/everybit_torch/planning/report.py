@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
-from everybit_torch.planning.whole_tensors import WholeTensors
+import torch
+
+from everybit.policies import Resolved
+from everybit.stepping import OptimizerState, nbytes, state_bytes
+from everybit_torch.flat import Buffer
 from everybit_torch.sharded.strategies import Sharding
 
 
@@ -17,6 +24,85 @@ class Ranks:
     outer: int = 1
     inner_rank: int = 0
     outer_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run that is planned.
+
+    Attributes:
+        kind: The tensors that are sharded.
+        ranks: The numbers of ranks, and the planned rank.
+        microbatches: Backward passes in a step.
+        metrics: Whether steps are measured.
+        compile: Whether they are compiled.
+        device: On which they are.
+    """
+
+    kind: Sharding
+    ranks: Ranks
+    microbatches: int
+    metrics: bool
+    compile: bool
+    device: torch.device
+
+
+SHOWN = 4
+"""Ranges of ranks without whole tensors that are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensors:
+    """How whole tensors are distributed over the ranks that step different parameters, numbered as in the mesh.
+
+    Attributes:
+        tensors: How many there are.
+        work: Of each rank, by the transform's own account: multiply-adds of Muon's iteration, or else elements.
+        elements: Of each rank.
+    """
+
+    tensors: int
+    work: tuple[float, ...]
+    elements: tuple[int, ...]
+
+    @property
+    def without(self) -> list[int]:
+        """The ranks without whole tensors."""
+        return [rank for rank, numel in enumerate(self.elements) if not numel]
+
+    @property
+    def fullest(self) -> int:
+        """The rank with the most elements, and of several that with the most work."""
+        return max(range(len(self.elements)), key=lambda rank: (self.elements[rank], self.work[rank], -rank))
+
+    @property
+    def imbalance(self) -> float:
+        """The work of the rank with the most, over the mean: how much longer all ranks take than if the work were even."""
+        return max(self.work) * len(self.work) / sum(self.work)
+
+    def __str__(self) -> str:
+        # Of consecutive ranks each is as far beyond its place in the list.
+        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(self.without), lambda one: one[1] - one[0])]
+        named = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:SHOWN]]
+        listed = f" ({', '.join([*named, *['...'] * (len(runs) > SHOWN)])})" if runs else ""
+        ranks = len(self.elements)
+        return (
+            f"{self.tensors:,} whole tensors on {ranks:,} ranks, {len(self.without):,} of which have none{listed};"
+            f" of the mean, the busiest rank has {self.imbalance:.2f} times the work and the fullest"
+            f" {max(self.elements) * ranks / sum(self.elements):.2f} times the elements"
+        )
+
+
+def distribution(buffers: Sequence[Buffer], ranks: int) -> WholeTensors | None:
+    """Return the distribution of the whole tensors of a layout over so many ranks; None without whole tensors."""
+    work, elements = [0.0] * ranks, [0] * ranks
+    owned = [(buffer, place) for buffer in buffers for place in buffer.places if place.spec.is_whole and place.numel]
+    for rank in range(ranks):
+        for buffer, place in owned:
+            if place.within(buffer.share(rank)).numel:
+                work[rank] += place.spec.cost or place.numel
+                elements[rank] += place.numel
+    return WholeTensors(len(owned), tuple(work), tuple(elements)) if owned else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +164,19 @@ class Plan:
             f"{self.sharding.strategy}, {self.ranks.inner} rank{'s' * (self.ranks.inner > 1)}{outer}: {self.parameters:,} parameters,"
             f" {self.bytes_per_param:.3f} bytes each on this rank"
         )
-        rows = [("persistent", "", self.persistent_bytes)]
-        rows += [("", name, size) for name, size in self.persistent.items()]
-        rows += [("transient", "about" if self.sharding.params else "at most", max(self.transient.values()))]
-        rows += [("", name, size) for name, size in self.transient.items()]
-        rows += [("wire", f"a step of {self.microbatches} microbatch{'es' * (self.microbatches > 1)}", self.wire_bytes)]
-        rows += [("", name, size) for name, size in self.wire.items()]
-        lines = [f"  {kind:<11}{name:<24}{size:>20,} bytes" for kind, name, size in rows]
+        lines = []
+        for kind, note, total, parts in (
+            ("persistent", "", self.persistent_bytes, self.persistent),
+            ("transient", "about" if self.sharding.params else "at most", max(self.transient.values()), self.transient),
+            (
+                "wire",
+                f"a step of {self.microbatches} microbatch{'es' * (self.microbatches > 1)}",
+                self.wire_bytes,
+                self.wire,
+            ),
+        ):
+            rows = [(kind, note, total), *(("", name, size) for name, size in parts.items())]
+            lines += [f"  {kind:<11}{name:<24}{size:>20,} bytes" for kind, name, size in rows]
         formats = [
             f"  {'' if number else 'weights':<11}{name:<36}{count:>12,} elements"
             for number, (name, count) in enumerate(self.weights.items())
@@ -102,3 +194,11 @@ def in_order(persistent: Mapping[str, int]) -> dict[str, int]:
     slots = [name for name in persistent if name not in (*_FIRST, *_LAST)]
     first = [name for name in _FIRST if persistent.get(name)]
     return {name: persistent.get(name, 0) for name in (*first, *slots, *_LAST)}
+
+
+def kept_by(state: OptimizerState[Any], formats: Resolved) -> Counter[str]:
+    """Bytes of a state by use, without weights."""
+    is_main = any(part.name == "main" for part in formats.params.parts())
+    found = Counter({"main parameters" if is_main else "compensation": nbytes(state.extra)})
+    found.update(state_bytes(state.inner, counters=state.step.nbytes))
+    return found

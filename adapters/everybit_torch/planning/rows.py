@@ -13,10 +13,10 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import dtype_name
 from everybit.policies import resolve, short
-from everybit.stepping import Metrics, OptimizerState, nbytes, state_bytes
+from everybit.stepping import Metrics, OptimizerState, nbytes
 from everybit_torch.collectives import Grads
 from everybit_torch.dtensors import row_edges
-from everybit_torch.planning.report import Plan, Ranks, in_order
+from everybit_torch.planning.report import Plan, Ranks, Run, in_order, kept_by
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction
 from everybit_torch.segments import PIECE
 from everybit_torch.sharded.labelling import Labelled
@@ -26,27 +26,16 @@ STEPPED = 6
 """Temporary float32 tensors that a step of a piece has at once, as an estimate: weights, gradient, and both moments, old and new."""
 
 
-def plan_units(
-    parameters: Mapping[str, Tensor],
-    homes: Mapping[str, str],
-    labelled: Labelled,
-    kind: Sharding,
-    ranks: Ranks,
-    *,
-    microbatches: int,
-    metrics: bool,
-) -> Plan:
+def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], labelled: Labelled, run: Run) -> Plan:
     """Plan one rank.
 
     Args:
         parameters: The parameters by name, with their whole shapes.
         homes: The unit of each.
         labelled: What those that are trained are stepped with.
-        kind: The tensors that are sharded.
-        ranks: The numbers of ranks, and the planned rank.
-        microbatches: Backward passes in a step.
-        metrics: Whether steps are measured.
+        run: The run that is planned.
     """
+    kind, ranks = run.kind, run.ranks
     persistent: Counter[str] = Counter()
     formats: Counter[str] = Counter()
     weights: Counter[str] = Counter()  # bytes of a unit, gathered
@@ -70,13 +59,11 @@ def plan_units(
         gradients[unit] += padded
         optimizer = eb.Optimizer(one.transform, one.policy)
         state = _state(optimizer, shape, p.dtype, kind, ranks)
-        is_main = any(part.name == "main" for part in resolved.params.parts())
-        persistent["main parameters" if is_main else "compensation"] += nbytes(state.extra)
-        persistent.update(state_bytes(state.inner, counters=state.step.nbytes))
+        persistent.update(kept_by(state, resolved))
         largest = max(largest, _share(shape, kind, ranks)[0] * row)
     for unit, numel in gradients.items():
         persistent["gradients"] += ranks.outer * -(-numel // ranks.outer) * grads[unit].main.itemsize
-    if metrics:
+    if run.metrics:
         persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
     own = weights[""]
     gathered = own + 2 * max((size for unit, size in weights.items() if unit), default=0)
@@ -90,8 +77,8 @@ def plan_units(
     )
     transient = {"forward": gathered, "backward": gathered + sent, "step": own + STEPPED * 4 * min(largest, PIECE)}
     total = sum(p.numel() for p in parameters.values())
-    wire = _wire(weights, gradients, grads, kind, ranks, microbatches)
-    return Plan(kind, ranks, total, padding, in_order(persistent), transient, wire, microbatches, dict(formats))
+    wire = _wire(weights, gradients, grads, run)
+    return Plan(kind, ranks, total, padding, in_order(persistent), transient, wire, run.microbatches, dict(formats))
 
 
 def _share(shape: tuple[int, ...], kind: Sharding, ranks: Ranks) -> tuple[int, int]:
@@ -119,15 +106,10 @@ def _state(
 
 
 def _wire(
-    weights: Mapping[str, int],
-    gradients: Mapping[str, int],
-    grads: Mapping[str, Grads],
-    kind: Sharding,
-    ranks: Ranks,
-    microbatches: int,
+    weights: Mapping[str, int], gradients: Mapping[str, int], grads: Mapping[str, Grads], run: Run
 ) -> dict[str, int]:
     """Bytes that a rank sends in a step, by collective."""
-    found: Counter[str] = Counter()
+    kind, ranks, microbatches, found = run.kind, run.ranks, run.microbatches, Counter[str]()
     for unit, size in weights.items():
         times = microbatches * (2 if unit else 1)  # the model's own unit stays between its two passes
         found.update({name: times * n for name, n in sent_by_exchange("all_gather", size, ranks.inner).items()})

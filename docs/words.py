@@ -1,5 +1,6 @@
 """Count phrases that make a reader read twice: ``python docs/words.py`` lists their numbers in 1,000 lines, and fails above a limit.
 
+It counts the words of all pages, too.
 Each pattern has good uses, so a few are allowed. ``--show core`` lists the lines of a part.
 """
 
@@ -24,6 +25,9 @@ PATTERNS = {
 
 LIMITS = {"core": 15, "adapters": 15, "pages": 25, "decisions": 60}
 """The greatest number in 1,000 lines of prose, by part."""
+
+MOST_WORDS = 60_000
+"""Of all pages below docs/: words with a letter, in prose, code and tables."""
 
 Line = tuple[Path, int, str]
 
@@ -80,6 +84,12 @@ def numbers() -> dict[str, float]:
     return {part: 1000 * sum(map(len, found_in(lines).values())) / len(lines) for part, lines in parts().items()}
 
 
+def words() -> int:
+    """The words of all pages."""
+    texts = [path.read_text(encoding="utf-8") for path in ROOT.glob("docs/**/*.md")]
+    return sum(bool(re.search("[A-Za-z]", word)) for text in texts for word in text.split())
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--show"]:
         for name, lines in found_in(parts()[sys.argv[2]]).items():
@@ -89,4 +99,6 @@ if __name__ == "__main__":
         counted = numbers()
         for part, number in counted.items():
             print(f"{part}: {number:.0f} in 1,000 lines, at most {LIMITS[part]}")
-        sys.exit(any(counted[part] > LIMITS[part] for part in LIMITS))
+        written = words()
+        print(f"pages: {written:,} words, at most {MOST_WORDS:,}")
+        sys.exit(written > MOST_WORDS or any(counted[part] > LIMITS[part] for part in LIMITS))

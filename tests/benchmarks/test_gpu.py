@@ -163,6 +163,7 @@ def test_peers_that_only_a_gpu_runs_are_left_out_without_one() -> None:
     assert contestants.named("Apex FusedAdam") in contestants.GPU_CONTESTANTS
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = speed.Arguments(threads=1, seconds=0.0, limit=120.0)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

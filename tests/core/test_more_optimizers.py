@@ -331,7 +331,7 @@ def test_prodigy_is_the_papers_algorithm(options: dict[str, Any]) -> None:
     params, state = start(), optimizer.init(start())
     for gradient in gradients():
         params, state = optimizer.step(params, gradient, state)
-    assert float(state.inner.estimate) > 1.5e-3
+    assert float(state.inner.estimate) > 1.1e-3
 
 
 def dadapt_adam(*, growth: float = math.inf, unbiased: bool = False) -> list[Tensors]:
@@ -368,7 +368,7 @@ def test_dadapt_adam_is_the_papers_algorithm(options: dict[str, Any]) -> None:
     params, state = start(), optimizer.init(start())
     for gradient in gradients():
         params, state = optimizer.step(params, gradient, state)
-    assert float(state.inner.estimate) > 1.5e-3
+    assert float(state.inner.estimate) > 1.1e-3
 
 
 def test_prodigys_estimate_is_that_of_all_tensors_together() -> None:

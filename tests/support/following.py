@@ -1,4 +1,4 @@
-"""One problem for an optimizer and what it has to follow: 200 random steps in float64, with a learning rate that changes."""
+"""One problem for an optimizer and what it has to follow: 100 random steps in float64, with a learning rate that changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import everybit as eb
 
-STEPS = 200
+STEPS = 100
 SHAPES = {"matrix": (4, 3), "vector": (5,), "scalar": ()}
 KERNELS = {"kernel": (4, 2, 3), "matrix": (5, 4), "vector": (5,)}
 """For optimizers that keep something of rows and columns: of the kernel's dimensions the last two are not the two largest."""

@@ -340,6 +340,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("policy", [FP32, pytest.param(LEAN, marks=pytest.mark.exhaustive)], ids=["FP32", "LEAN"])
 def test_a_compiled_step_has_one_variant_for_each_answer_and_the_same_bits(policy: eb.Policy) -> None:

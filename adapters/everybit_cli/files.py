@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from everybit_cli.errors import OptionError
+from everybit_torch.checkpoint.single_file import replace_file
 
 
 def check_out(folder: Path) -> None:
@@ -69,15 +69,9 @@ def keep_results(folder: Path, name: str, data: dict[str, Any], draw: Callable[[
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Have ``write`` fill a file that takes its place at ``path`` only when it is complete: no reader sees half of it."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+
+    def fill(partial: Path) -> None:
+        with open(partial, "r+b") as file:
             write(file)
-        # mkstemp's files are for their owner's eyes; results are as any file one makes.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:  # Ctrl-C too
-        Path(temporary).unlink(missing_ok=True)
-        raise
+
+    replace_file(path, fill)

@@ -117,7 +117,18 @@ def test_the_line_of_the_budget_stands_in_the_legend(tmp_path: Path, monkeypatch
         return legend(figure, handles, labels, **options)
 
     monkeypatch.setattr(Figure, "legend", noted)
-    plan = ["plan", "--model", "tiny", "--policies", "LEAN_BF16", "--strategies", "optim", "--out", str(tmp_path), "--quiet"]
+    plan = [
+        "plan",
+        "--model",
+        "tiny",
+        "--policies",
+        "LEAN_BF16",
+        "--strategies",
+        "optim",
+        "--out",
+        str(tmp_path),
+        "--quiet",
+    ]
     assert cli.main([*plan, "--memory", "1GB"]) == 0
     assert named[-2:] == ["transient", "budget"]
     named.clear()

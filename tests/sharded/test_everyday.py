@@ -79,37 +79,6 @@ def test_two_steppers_take_turns(strategy: Strategy, switching: bool) -> None:
             torch.testing.assert_close(weights[name], value, rtol=0, atol=3 * 0.1 * 4 * 24 * 2**-24)
 
 
-def frozen_for_a_while(strategy: Strategy, freeze: bool) -> tuple[Weights, list[tuple[str, ...]]]:
-    model, untouched = network(), []
-    stepper = FlatStepper(model, eb.adamw(1e-2, weight_decay=0.1), strategy=strategy, units=[Block])
-    for step in range(4):
-        thawed = step != 1
-        if freeze:
-            model.blocks[1].requires_grad_(thawed)
-            model.entry.bias.requires_grad_(thawed)
-        with stepper.microbatch(last=True):
-            model(data(step, 0, 0, torch.float32)).square().mean().backward()
-        untouched.append(stepper.step().untouched)
-    return weights_of(stepper), untouched
-
-
-@pytest.mark.parametrize("strategy", FLAT)
-def test_parameters_that_are_frozen_for_a_while_stand_still(strategy: Strategy) -> None:
-    """Neither moved nor decayed nor counted, as torch's optimizers treat a parameter without a gradient."""
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    for step in range(4):
-        model.blocks[1].requires_grad_(step != 1)
-        model.entry.bias.requires_grad_(step != 1)
-        optimizer.zero_grad()
-        model(data(step, 0, 0, torch.float32)).square().mean().backward()
-        optimizer.step()
-    for weights, untouched in run(2, frozen_for_a_while, strategy, True):
-        assert set(untouched[1]) == {"entry.bias", *(f"blocks.1.{n}" for n, _ in model.blocks[1].named_parameters())}
-        assert untouched[0] == untouched[2] == untouched[3] == ()
-        assert equal(weights, {name: p.detach() for name, p in model.named_parameters()})
-
-
 # -- gradients of gradients, and of inputs ------------------------------------------------------------------------------------------------
 
 

@@ -123,6 +123,9 @@ def passes(case: str, strategy: Strategy, compile: bool = False) -> Weights:
             with stepper.microbatch(last=True):
                 x = x.requires_grad_()
                 checkpoint(model, x, use_reentrant=True).square().mean().backward()
+        elif case == "recomputed":
+            with stepper.microbatch(last=True):
+                checkpoint(model, x, use_reentrant=False).square().mean().backward()
         elif case == "failed forward":
             try:
                 with stepper.microbatch(last=True):
@@ -139,8 +142,8 @@ def passes(case: str, strategy: Strategy, compile: bool = False) -> Weights:
 
 
 CASES = [
-    "order", "no forward", "two forwards", "evaluation between", "forward inside", "create graph", "reentrant", "failed forward",
-    "compiled",
+    "order", "no forward", "two forwards", "evaluation between", "forward inside", "create graph", "reentrant", "recomputed",
+    "failed forward", "compiled",
 ]  # fmt: skip
 
 
@@ -151,7 +154,7 @@ def test_every_strategy_agrees(case: str) -> None:
     """Without sharing anything out there is nothing to gather and little to go wrong; everything else has to be as that."""
     expected = run(2, passes, case, "no_shard")[0]
     ordinary = run(2, passes, "ordinary", "no_shard")[0]
-    if case in ("forward inside", "create graph", "reentrant", "failed forward"):
+    if case in ("forward inside", "create graph", "reentrant", "recomputed", "failed forward"):
         assert equal(expected, ordinary)
     elif case != "compiled":
         assert not equal(expected, ordinary)

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
 from everybit_torch import AdamW, Lion, TorchOptimizer
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
-from tests.support.programs import FLAT, Block, Network, data, network, on_buffers, train, weights_of
+from tests.support.programs import FLAT, Block, data, network, on_buffers, train, weights_of
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
 
@@ -263,36 +262,6 @@ def test_a_rank_without_elements(strategy: Strategy) -> None:
         for weights in run(size, few_elements, strategy):
             # Powers of two, and thirds of multiples of three: but for clipping's norm all of it is exact.
             torch.testing.assert_close(weights, expected, rtol=2**-22, atol=0)
-
-
-# -- memory that comes and goes --------------------------------------------------------------------------------------------------------
-
-
-class Recomputed(Network):
-    """Keeps no activations of its blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        out: Tensor = self.exit(x) * self.scale
-        return out
-
-
-def recomputing(strategy: Strategy, inside: bool) -> Weights:
-    torch.manual_seed(0)
-    model = Recomputed() if inside else Network()
-    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block])
-    for step in range(2):
-        with stepper.microbatch(last=True):
-            model(data(step, dist.get_rank(), 0, torch.float32)).square().mean().backward()
-        stepper.step()
-    return weights_of(stepper)
-
-
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-def test_activation_checkpointing_around_units(strategy: Strategy) -> None:
-    assert equal(run(2, recomputing, strategy, True)[0], run(2, recomputing, strategy, False)[0])
 
 
 # -- frameworks ------------------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,14 @@ def normuon(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
     return eb.normuon(learning_rate, views=VIEWS)
 
 
+def muon(learning_rate: eb.Hyperparameter, **arguments: Any) -> eb.Transform[Any]:
+    return eb.muon(learning_rate, views=VIEWS, **arguments)
+
+
+def centralized(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    return eb.named_chain({"centralize": eb.centralize(), "descent": eb.sgd(learning_rate, momentum=0.9)})
+
+
 def galore(learning_rate: eb.Hyperparameter, basis: Any = "singular") -> eb.Transform[Any]:
     return eb.galore(learning_rate, rank=2, period=2, basis=basis)
 
@@ -114,6 +122,14 @@ def clipped_by_weights(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
 
 
 FACTORIES: dict[str, Factory] = {
+    "muon": muon,
+    "clipped muon": lambda lr: eb.chain(
+        eb.clip_by_global_norm(0.5), muon(lr, before="rows", after="columns_then_rows", decay_kind="coupled")
+    ),
+    "muon beside lamb": lambda lr: eb.chain(
+        eb.clip_by_global_norm(0.5), muon(lr, arithmetic="float32", others=eb.lamb)
+    ),
+    "centralized": centralized,
     "normuon": normuon,
     "soap": lambda lr: eb.chain(eb.clip_by_global_norm(0.5), eb.soap(lr, period=2)),
     "shampoo": eb.shampoo,
@@ -137,7 +153,18 @@ CASES: dict[str, tuple[str, PolicyName]] = {
     **{name: (name, "FP32") for name in FACTORIES},
     **{
         f"{name} in 16 bits": (name, "LEAN_BF16")
-        for name in ("normuon", "soap", "kron", "dion", "galore, random", "adafactor", "novograd", "twice")
+        for name in (
+            "muon",
+            "centralized",
+            "normuon",
+            "soap",
+            "kron",
+            "dion",
+            "galore, random",
+            "adafactor",
+            "novograd",
+            "twice",
+        )
     },
     "compensated normuon": ("normuon", "KAHAN_BF16"),
 }
@@ -148,7 +175,14 @@ def make(model: Layers, name: str, **arguments: Any) -> TorchOptimizer:
     named: Any = model.named_parameters()
     if factory == "dion":
         named = [(key, p) for key, p in model.named_parameters() if key != "layers.0.short.weight"]
-    return TorchOptimizer(named, FACTORIES[factory], lr=1e-2, policy=policy, seed=5, **({"compile": False} | arguments))
+    if "muon" in factory:  # in two param groups
+        named = [*named]
+        slow = [(key, p) for key, p in named if "experts" in key or "short" in key]
+        fast = [(key, p) for key, p in named if "experts" not in key and "short" not in key]
+        named = [{"params": fast}, {"params": slow, "lr": 3e-3}]
+    return TorchOptimizer(
+        named, FACTORIES[factory], lr=1e-2, policy=policy, seed=5, metrics=True, **({"compile": False} | arguments)
+    )
 
 
 def full(x: Any) -> Any:
@@ -170,14 +204,16 @@ def state_of(model: nn.Module, optimizer: TorchOptimizer) -> Weights:
 
 
 @cache
-def one_process(name: str) -> tuple[Weights, Weights]:
+def one_process(name: str) -> tuple[Weights, Weights, Tensor]:
     model = new_model(CASES[name][1])
     optimizer = make(model, name)
     train(model, optimizer, range(STEPS))
-    return whole(model), state_of(model, optimizer)
+    return whole(model), state_of(model, optimizer), optimizer.metrics().moved
 
 
-def in_rows(names: tuple[str, ...], shape: tuple[int, ...] | None, at_least: int) -> dict[str, tuple[Weights, Weights]]:
+def in_rows(
+    names: tuple[str, ...], shape: tuple[int, ...] | None, at_least: int
+) -> dict[str, tuple[Weights, Weights, Tensor]]:
     found, mesh = {}, mesh_of(shape)
     with patch.object(visits, "ROUND", at_least):
         for name in names:
@@ -185,11 +221,20 @@ def in_rows(names: tuple[str, ...], shape: tuple[int, ...] | None, at_least: int
             cut(model, list(model.layers), mesh)
             optimizer = make(model, name)
             train(model, optimizer, range(STEPS))
-            found[name] = whole(model), state_of(model, optimizer)
+            found[name] = whole(model), state_of(model, optimizer), optimizer.metrics().moved
     return found
 
 
-SOME = ("soap in 16 bits", "dion in 16 bits", "adafactor in 16 bits", "beginning", "twice in 16 bits", "accumulated")
+SOME = (
+    "clipped muon",
+    "muon in 16 bits",
+    "soap in 16 bits",
+    "dion in 16 bits",
+    "adafactor in 16 bits",
+    "beginning",
+    "twice in 16 bits",
+    "accumulated",
+)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +257,8 @@ def test_rows_have_the_bits_and_the_state_of_the_whole_model(
 ) -> None:
     expected = {name: one_process(name) for name in names}
     for found in run(size, in_rows, names, shape, at_least):
-        for name, (weights, state) in found.items():
+        for name, (weights, state, moved) in found.items():
+            assert moved == expected[name][2], name
             assert equal(weights, expected[name][0]), name
             assert state.keys() == expected[name][1].keys(), name
             assert equal(state, expected[name][1]), name

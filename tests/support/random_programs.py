@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import FlatStepper, TorchOptimizer
+from everybit_torch import FlatStepper, TorchOptimizer, load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from tests.support.exact_models import Pattern, context_of, mesh_of, weights_of
 from tests.support.weights import Weights
 
 STEPS = 3
+RESUMED = 2
+"""Steps after a checkpoint."""
+
 POLICIES = ("FP32", "KAHAN_BF16", "EXACT_BF16", "LEAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16", "LEAN_8BIT")
 TRANSFORMS: dict[str, eb.Transform[Any]] = {
     "adamw": eb.adamw(0.03, weight_decay=0.1),
@@ -33,6 +37,12 @@ TRANSFORMS: dict[str, eb.Transform[Any]] = {
     "muon": eb.chain(eb.clip_by_global_norm(4.0), eb.muon(0.03)),
     "soap": eb.soap(0.03),
     "adafactor": eb.adafactor(0.03),
+    "novograd": eb.chain(eb.clip_by_global_norm(4.0), eb.novograd(0.03, weight_decay=0.1)),
+    "normuon": eb.normuon(0.03, before="rows", others_rate=0.5),
+    "kron": eb.kron(0.03, period=2),
+    "apollo": eb.apollo(0.03, rank=1, period=2),
+    "low rank": eb.chain(eb.low_rank(eb.scale_by_lion(), rank=1, period=2), eb.scale_by_learning_rate(0.03)),
+    "unit norms": eb.chain(eb.clip_by_unit_norm(0.1), eb.adamw(0.03)),
     "masked": eb.chain(eb.masked(eb.clip_by_global_norm(1.0), lambda _, p: p.ndim > 1), eb.sgd(0.03, momentum=0.9)),
     "every second step": eb.chain(eb.accumulate(eb.sgd(0.03, momentum=0.9), every=2)),
 }  # fmt: skip
@@ -117,7 +127,7 @@ def drawn(seed: int, ranks: int) -> Program:
 
 
 class Cell(nn.Module):
-    """Parameters of several shapes, of which one has two names, one is frozen, and one is used in some passes only."""
+    """Parameters of several shapes, of which one has two names, one is frozen, and others are used in some passes only."""
 
     def __init__(self, number: int, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -135,7 +145,7 @@ class Cell(nn.Module):
 
     def forward(self, x: Tensor, seed: int, uses_all: bool) -> Tensor:
         for position, (name, parameter) in enumerate(self.named_parameters(recurse=False, remove_duplicate=False)):
-            if uses_all or name != "weight1":
+            if uses_all or name == "weight0" or (seed + self.number + position) % 3:
                 generator = torch.Generator().manual_seed(1000 * seed + 10 * self.number + position)
                 factor = torch.randint(-3, 4, tuple(parameter.shape), generator=generator).to(parameter.dtype)
                 x = x + (parameter * factor).sum()
@@ -163,6 +173,16 @@ class Cells(nn.Module):
         return x
 
 
+def elsewhere(program: Program, ranks: int) -> Program:
+    """The same model and optimizer on another number of ranks, under another strategy, with other passes."""
+    other = drawn(program.seed + 500_000, ranks)
+    if program.policy == "LEAN_8BIT" and other.strategy == "optim_grads_params":
+        other = replace(other, mesh=(ranks,), outer="no_shard")
+    return replace(
+        other, seed=program.seed, policy=program.policy, grads=program.grads, transform=program.transform, nested=program.nested
+    )  # fmt: skip
+
+
 def passes(program: Program, step: int, rank: int) -> Iterator[tuple[int, bool]]:
     """Of one rank's backward passes in a step: the seed of the gradients, and whether all parameters are used."""
     for number in range(program.microbatches):
@@ -174,32 +194,50 @@ def freeze(program: Program, model: Cells, step: int) -> None:
     model.own.requires_grad_(step != program.frozen_step)
 
 
-def on_ranks(programs: Sequence[Program]) -> list[tuple[Weights, list[float]]]:
-    """Carry out programs, one after the other; what this rank ends with, and the norms of its steps."""
-    return [_on_ranks(program) for program in programs]
+Outcome = tuple[Weights, list[float]]
+"""The weights at the end, and the norms of the steps."""
 
 
-def _on_ranks(program: Program) -> tuple[Weights, list[float]]:
-    model = Cells(program)
-    stepper = FlatStepper(
-        model, TRANSFORMS[program.transform], policy=program.policy_of(main=False), strategy=program.strategy, outer=program.outer,
-        mesh=mesh_of(program.mesh) if program.ranks > 1 or len(program.mesh) > 1 else None,
-        units=[Cell] if program.units else None, divisor=1.0,
-    )  # fmt: skip
-    rank, norms = dist.get_rank(), []
-    for step in range(STEPS):
-        freeze(program, model, step)
-        for number, (seed, uses_all) in enumerate(passes(program, step, rank)):
-            with context_of(stepper, program.pattern, last=number == program.microbatches - 1):
-                model(seed, uses_all).backward()
-        norms.append(float(stepper.step().grad_norm))
-    weights = weights_of(model)
-    stepper.close()
-    return weights, norms
+def on_ranks(programs: Sequence[Program], save: Path | None = None, load: Path | None = None) -> list[Outcome]:
+    """Carry out programs, one after the other, on this rank.
+
+    Args:
+        programs: The programs.
+        save: Where to save a checkpoint of each at its end.
+        load: Where checkpoints are, from which each goes on.
+    """
+    found = []
+    for number, program in enumerate(programs):
+        model = Cells(program)
+        stepper = FlatStepper(
+            model, TRANSFORMS[program.transform], policy=program.policy_of(main=False), strategy=program.strategy,
+            outer=program.outer, mesh=mesh_of(program.mesh) if program.ranks > 1 or len(program.mesh) > 1 else None,
+            units=[Cell] if program.units else None, divisor=1.0,
+        )  # fmt: skip
+        if load is not None:
+            load_sharded(stepper, load / str(number))
+        norms = []
+        for step in range(STEPS) if load is None else range(STEPS, STEPS + RESUMED):
+            freeze(program, model, step)
+            for place, (seed, uses_all) in enumerate(passes(program, step, dist.get_rank())):
+                with context_of(stepper, program.pattern, last=place == program.microbatches - 1):
+                    model(seed, uses_all).backward()
+            norms.append(float(stepper.step().grad_norm))
+        if save is not None:
+            save_sharded(stepper, save / str(number))
+        found.append((weights_of(model), norms))
+        stepper.close()
+    return found
 
 
-def alone(program: Program) -> tuple[Weights, list[float]]:
-    """The same in torch's loop on one process: autograd accumulates the gradients of all ranks."""
+def alone(program: Program, then: Program | None = None, load: Path | None = None) -> Outcome:
+    """The same in torch's loop on one process: autograd accumulates the gradients of all ranks.
+
+    Args:
+        program: The program.
+        then: The program that goes on after it; None: none.
+        load: Where a checkpoint of ``program`` is, after which ``then`` goes on; None: both are carried out here.
+    """
     model = Cells(program)
     optimizer = TorchOptimizer(
         model.named_parameters(),
@@ -207,12 +245,17 @@ def alone(program: Program) -> tuple[Weights, list[float]]:
         policy=program.policy_of(main=True),
         compile=False,
     )
+    steps = [(program, step) for step in range(STEPS if load is None else 0)]
+    if load is not None:
+        load_sharded_into(model, optimizer, load)
+    if then is not None:
+        steps += [(then, step) for step in range(STEPS, STEPS + RESUMED)]
     norms = []
-    for step in range(STEPS):
+    for one, step in steps:
         optimizer.zero_grad()
-        freeze(program, model, step)
-        for rank in range(program.ranks):
-            for seed, uses_all in passes(program, step, rank):
+        freeze(one, model, step)
+        for rank in range(one.ranks):
+            for seed, uses_all in passes(one, step, rank):
                 model(seed, uses_all).backward()
         squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
         norms.append(float(torch.stack(squares).sum().sqrt()))

@@ -166,3 +166,8 @@ def save_policy(policy: eb.Policy, path: str | Path) -> None:
         ModuleNotFoundError: A YAML file, without PyYAML.
     """
     written(path, policy_to_dict(policy))
+
+
+def __dir__() -> list[str]:
+    """The public names; modules are imported by their own."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

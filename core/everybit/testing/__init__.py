@@ -58,3 +58,8 @@ __all__ = [
     "example_grads",
     "example_params",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names; modules are imported by their own."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

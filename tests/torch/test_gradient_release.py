@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
-from everybit_torch import AdamW, Lion, TorchOptimizer, enable_gradient_release
+from everybit_torch import AdamW, GradientRelease, Lion, TorchOptimizer, enable_gradient_release
 from tests.support.small_models import same_bits, values
 
 NAMES = ["FP32", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16"]
@@ -70,82 +73,183 @@ def everything(model: nn.Module, optimizer: TorchOptimizer) -> list[Tensor]:
     return [*values(model), *(x.clone() for p in model.parameters() for x in optimizer.state[p].values())]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *NAMES,
-        "blocks of 32",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("LEAN_8BIT", "LEAN_4BIT")),
-    ],
-)
-@pytest.mark.parametrize("alone", [False, True], indirect=True)
-def test_the_bits_are_the_plain_runs(name: str, alone: bool) -> None:
-    results = []
-    for released in (False, True):
-        model, optimizer = make(name)
-        if released:
-            enable_gradient_release(model, optimizer)
+# -- the law: a released run has the bits of the plain run -----------------------------------------------------------------------
+
+Program = Callable[[bool], list[Tensor]]
+"""Trains with gradient release, or without; returns weights, state, and what else must be the same."""
+
+
+def begin(name: str, released: bool, **arguments: Any) -> tuple[Network, AdamW, GradientRelease | None]:
+    model, optimizer = make(name, **arguments)
+    return model, optimizer, enable_gradient_release(model, optimizer) if released else None
+
+
+def stepped(loss: Tensor, optimizer: TorchOptimizer) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plainly(name: str, **arguments: Any) -> Program:
+    def program(released: bool) -> list[Tensor]:
+        model, optimizer, _ = begin(name, released, **arguments)
         for step in range(5):
             loss_of(model, step).backward()  # type: ignore[no-untyped-call]
             assert all((p.grad is None) == released for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
-        results.append(everything(model, optimizer))
-    assert same_bits(*results)
+        return everything(model, optimizer)
+
+    return program
 
 
-@pytest.mark.exhaustive
-def test_and_compiled() -> None:
-    torch._dynamo.reset()
-    results = []
-    for released in (False, True):
-        model, optimizer = make("KAHAN_BF16", compile=released)
+def accumulated(released: bool) -> list[Tensor]:
+    """The last of three passes steps."""
+    model, optimizer, release = begin("LEAN_BF16", released)
+    for step in range(4):
+        with nullcontext() if release is None else release.accumulate():
+            for part in range(2):
+                loss_of(model, step, part).backward()  # type: ignore[no-untyped-call]
+            if release is not None:
+                with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called within accumulate\(\)"):
+                    optimizer.step()
+        stepped(loss_of(model, step, 2), optimizer)
+    return everything(model, optimizer)
+
+
+def partly(released: bool) -> list[Tensor]:
+    """Parameters that receive nothing are skipped, and those beside them in a bucket are not."""
+    model, optimizer, _ = begin("FLOOR_BF16", released)
+    for step in range(6):
+        stepped(loss_of(model, step, without_middle=step in (1, 4)), optimizer)
+    for step in range(5):
+        loss = model.middle.weight.float().square().sum() * (step + 1)
+        if step % 2:
+            loss = loss + model.last.weight.float().square().sum() + model.first.bias.float().sum()
+        stepped(loss, optimizer)
+    return everything(model, optimizer)
+
+
+def scheduled_and_measured(released: bool) -> list[Tensor]:
+    model, optimizer, _ = begin("PURE_BF16", released, metrics=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(4):
+        stepped(loss_of(model, step), optimizer)
+        schedule.step()
+    assert optimizer.metrics().lost_share > 0
+    return [*everything(model, optimizer), optimizer.metrics().lost_share]  # a share of counts, which are exact
+
+
+def resumed_and_frozen(released: bool) -> list[Tensor]:
+    model, optimizer = make("LEAN_BF16")
+    for first in (0, 3):
+        model.middle.weight.requires_grad_(False)
         if released:
             enable_gradient_release(model, optimizer)
+        for step in range(first, first + 3):
+            stepped(loss_of(model, step), optimizer)
+        if not first:
+            (other, resumed), weights, state = make("LEAN_BF16"), model.state_dict(), optimizer.state_dict()
+            other.load_state_dict(weights)
+            resumed.load_state_dict(state)
+            model, optimizer = other, resumed
+    return everything(model, optimizer)
+
+
+def removed(released: bool) -> list[Tensor]:
+    model, optimizer, release = begin("KAHAN_BF16", released)
+    for step in range(4):
+        if release is not None and step == 2:
+            release.remove()
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        assert (model.scale.grad is None) == (released and step < 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return everything(model, optimizer)
+
+
+def of_lion(released: bool) -> list[Tensor]:
+    model = Network()
+    optimizer = Lion(model.parameters(), lr=1e-3, weight_decay=0.1)
+    if released:
+        enable_gradient_release(model, optimizer)
+    for step in range(3):
+        stepped(loss_of(model, step), optimizer)
+    return everything(model, optimizer)
+
+
+def growing(name: str) -> Program:
+    """Parameters are unfrozen, frozen and added between steps."""
+
+    def program(released: bool) -> list[Tensor]:
+        model = Network(torch.float32 if name == "FP32" else torch.bfloat16)
+        own = [p for part in (model.first, model.middle) for p in part.parameters()]
+        optimizer = AdamW(own, lr=1e-2, betas=(0.9, 0.95), policy=eb.policies.PRESETS[name])
+        model.middle.weight.requires_grad_(False)
+        if released:
+            enable_gradient_release(model, optimizer)
+        for step in range(8):
+            if step == 2:
+                model.middle.weight.requires_grad_(True)
+            if step == 3:
+                optimizer.add_param_group({"params": [model.last.weight], "lr": 5e-3})
+            if step == 4:
+                optimizer.param_groups[0]["params"].append(model.scale)
+            if step == 5:
+                model.first.bias.requires_grad_(False)
+            if step == 6:
+                model.first.bias.requires_grad_(True)
+                model.first.weight.requires_grad_(False)
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = None
+            loss_of(model, step, without_middle=step == 7).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if released:
+                assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        return everything(model, optimizer)
+
+    return program
+
+
+def checkpointed(reentrant: bool) -> Program:
+    """Passes within the pass."""
+
+    def program(released: bool) -> list[Tensor]:
+        model, optimizer, _ = begin("KAHAN_BF16", released)
         for step in range(3):
-            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(everything(model, optimizer))
-    assert same_bits(*results)
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+            hidden = checkpoint(
+                lambda x: torch.tanh(model.middle(torch.tanh(model.first(x)))), x, use_reentrant=reentrant
+            )
+            stepped(model.last(hidden).float().square().mean(), optimizer)
+        return everything(model, optimizer)
+
+    return program
+
+
+PROGRAMS: dict[str, Program] = {
+    **{name: plainly(name) for name in (*NAMES, *BLOCKS)},
+    "compiled": plainly("KAHAN_BF16", compile=True),
+    "accumulated": accumulated,
+    "partly": partly,
+    "scheduled and measured": scheduled_and_measured,
+    "resumed and frozen": resumed_and_frozen,
+    "removed": removed,
+    "lion": of_lion,
+    "growing": growing("FP32"),
+    "growing, in 16 bits": growing("FLOOR_BF16"),
+    "checkpointed": checkpointed(False),
+    "checkpointed, reentrant": checkpointed(True),
+}
+EXHAUSTIVE = ("LEAN_8BIT", "LEAN_4BIT", "compiled")
 
 
 @pytest.mark.parametrize("alone", [False, True], indirect=True)
-def test_accumulation_steps_with_the_last_pass(alone: bool) -> None:
-    results = []
-    for released in (False, True):
-        model, optimizer = make("LEAN_BF16")
-        release = enable_gradient_release(model, optimizer) if released else None
-        for step in range(4):
-            if release is None:
-                for part in range(3):
-                    loss_of(model, step, part).backward()  # type: ignore[no-untyped-call]
-            else:
-                with release.accumulate():
-                    for part in range(2):
-                        loss_of(model, step, part).backward()  # type: ignore[no-untyped-call]
-                    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called within accumulate\(\)"):
-                        optimizer.step()
-                loss_of(model, step, 2).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(everything(model, optimizer))
-    assert same_bits(*results)
-
-
-@pytest.mark.parametrize("alone", [False, True], indirect=True)
-def test_parameters_that_receive_nothing_are_skipped(alone: bool) -> None:
-    results = []
-    for released in (False, True):
-        model, optimizer = make("FLOOR_BF16")
-        if released:
-            enable_gradient_release(model, optimizer)
-        for step in range(6):
-            loss_of(model, step, without_middle=step in (1, 4)).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(everything(model, optimizer))
-    assert same_bits(*results)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ()) for name in PROGRAMS]
+)
+def test_a_released_run_has_the_bits_of_the_plain_run(name: str, alone: bool) -> None:
+    assert same_bits(*(PROGRAMS[name](released) for released in (False, True)))
 
 
 @pytest.mark.parametrize("alone", [False, True], indirect=True)
@@ -179,26 +283,6 @@ def test_clipping_by_the_previous_steps_norm(alone: bool) -> None:
     assert max(norms) > max_norm
 
 
-def test_a_schedule_and_a_metric_go_on_as_they_did() -> None:
-    results, shares = [], []
-    for released in (False, True):
-        model, optimizer = make("PURE_BF16", metrics=True)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        if released:
-            enable_gradient_release(model, optimizer)
-        for step in range(4):
-            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        results.append(everything(model, optimizer))
-        shares.append(optimizer.metrics().lost_share)
-    assert same_bits(*results)
-    # Counts are exact; only their order of addition differs.
-    assert shares[0] == shares[1]
-    assert shares[0] > 0
-
-
 @pytest.mark.parametrize("alone", [True], indirect=True)
 def test_gradients_of_long_parameters_never_exist_all_at_once(alone: bool) -> None:
     """Seen at each parameter's arrival: the others' gradients are gone."""
@@ -215,47 +299,6 @@ def test_gradients_of_long_parameters_never_exist_all_at_once(alone: bool) -> No
     assert len(present) == 6
     # Ours ran first and freed what it stepped.
     assert max(present) <= 1
-
-
-def test_a_checkpoint_and_frozen_parameters() -> None:
-    results = []
-    for released in (False, True):
-        model, optimizer = make("LEAN_BF16")
-        model.middle.weight.requires_grad_(False)
-        if released:
-            enable_gradient_release(model, optimizer)
-        for step in range(3):
-            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        other, resumed = make("LEAN_BF16")
-        other.middle.weight.requires_grad_(False)
-        other.load_state_dict(model.state_dict())
-        resumed.load_state_dict(optimizer.state_dict())
-        if released:
-            enable_gradient_release(other, resumed)
-        for step in range(3, 6):
-            loss_of(other, step).backward()  # type: ignore[no-untyped-call]
-            resumed.step()
-            resumed.zero_grad()
-        results.append(everything(other, resumed))
-    assert same_bits(*results)
-
-
-def test_after_remove_it_is_the_plain_optimizer_again() -> None:
-    results = []
-    for released in (False, True):
-        model, optimizer = make("KAHAN_BF16")
-        release = enable_gradient_release(model, optimizer) if released else None
-        for step in range(4):
-            if release is not None and step == 2:
-                release.remove()
-            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
-            assert (model.scale.grad is None) == (released and step < 2)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(everything(model, optimizer))
-    assert same_bits(*results)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -304,56 +347,7 @@ def test_grad_scaler_is_refused_by_name() -> None:
         scaler.step(optimizer)
 
 
-def test_an_optimizer_of_another_algorithm() -> None:
-    results = []
-    for released in (False, True):
-        model = Network()
-        optimizer = Lion(model.parameters(), lr=1e-3, weight_decay=0.1)
-        if released:
-            enable_gradient_release(model, optimizer)
-        for step in range(3):
-            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(everything(model, optimizer))
-    assert same_bits(*results)
-
-
 # -- parameters that come, and passes that do not end -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("alone", [False, True], indirect=True)
-@pytest.mark.parametrize("name", ["FP32", "FLOOR_BF16"])
-def test_what_is_unfrozen_frozen_or_added_later_is_trained_as_in_the_plain_run(name: str, alone: bool) -> None:
-    results = []
-    for released in (False, True):
-        model = Network(torch.float32 if name == "FP32" else torch.bfloat16)
-        policy = eb.policies.PRESETS[name]
-        own = [p for part in (model.first, model.middle) for p in part.parameters()]
-        optimizer = AdamW(own, lr=1e-2, betas=(0.9, 0.95), policy=policy)
-        model.middle.weight.requires_grad_(False)
-        if released:
-            enable_gradient_release(model, optimizer)
-        for step in range(8):
-            if step == 2:
-                model.middle.weight.requires_grad_(True)
-            if step == 3:
-                optimizer.add_param_group({"params": [model.last.weight], "lr": 5e-3})
-            if step == 4:
-                optimizer.param_groups[0]["params"].append(model.scale)
-            if step == 5:
-                model.first.bias.requires_grad_(False)
-            if step == 6:
-                model.first.bias.requires_grad_(True)
-                model.first.weight.requires_grad_(False)
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                parameter.grad = None
-            loss_of(model, step, without_middle=step == 7).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            if released:
-                assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
-        results.append(everything(model, optimizer))
-    assert same_bits(*results)
 
 
 def test_when_all_that_is_trained_is_new_it_is_trained() -> None:
@@ -375,24 +369,6 @@ def test_a_parameter_that_is_no_part_of_the_model_is_refused_when_it_is_added_la
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(ValueError, match=r"param group 1, parameter 0 is no parameter of the model"):
         loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("alone", [False, True], indirect=True)
-def test_a_bucket_of_which_some_received_nothing_is_cut_wherever_it_stands(alone: bool) -> None:
-    results = []
-    for released in (False, True):
-        model, optimizer = make("LEAN_BF16")
-        if released:
-            enable_gradient_release(model, optimizer)
-        for step in range(5):
-            model.zero_grad()
-            loss = model.middle.weight.float().square().sum() * (step + 1)
-            if step % 2:
-                loss = loss + model.last.weight.float().square().sum() + model.first.bias.float().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        results.append(everything(model, optimizer))
-    assert same_bits(*results)
 
 
 class BrokenError(RuntimeError):
@@ -449,27 +425,6 @@ def test_zero_grad_between_a_pass_and_its_step_does_not_hide_that_the_step_was_f
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"a second backward pass reached parameters that were stepped already"):
         loss_of(model, 1).backward()  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_activations_make_passes_within_the_pass(reentrant: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    results = []
-    for released in (False, True):
-        model, optimizer = make("KAHAN_BF16")
-        if released:
-            enable_gradient_release(model, optimizer)
-        for step in range(3):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
-            hidden = checkpoint(
-                lambda x, m=model: torch.tanh(m.middle(torch.tanh(m.first(x)))), x, use_reentrant=reentrant
-            )
-            model.last(hidden).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(everything(model, optimizer))
-    assert same_bits(*results)
 
 
 def test_removing_twice_is_removing_once() -> None:

@@ -59,36 +59,6 @@ def test_unfreezing_begins_like_a_parameter_whose_gradients_begin(name: str, alo
     assert same_bits(*results)
 
 
-def test_freezing_and_unfreezing_follows_torch() -> None:
-    model, reference = Awkward(torch.float64), Awkward(torch.float64)
-    mine, theirs = AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    start = 0
-    for names in (("matrix",), ("vector", "matrix"), (), ("other",)):
-        for network, optimizer in ((model, mine), (reference, theirs)):
-            for parameter in network.parameters():
-                parameter.requires_grad_(True)
-            freeze(network, *names)
-            train(network, optimizer, 3, start=start, without=without_frozen(network))
-        start += 3
-    for a, b in zip(values(model), values(reference), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_a_checkpoint_with_frozen_parameters_resumes_bit_for_bit() -> None:
-    def make() -> tuple[Awkward, AdamW]:
-        model = Awkward(torch.bfloat16)
-        freeze(model, "vector")
-        return model, AdamW(model.parameters(), lr=1e-2, policy=eb.policies.FLOOR_BF16)
-
-    (model, optimizer), (other, resumed) = make(), make()
-    train(model, optimizer, 3, without=without_frozen(model))
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
-    for network in (model, other):
-        network.vector.requires_grad_(True)
-    assert same_bits(train(model, optimizer, 3, start=3), train(other, resumed, 3, start=3))
-
-
 def test_state_saved_for_a_parameter_that_is_frozen_now_is_kept() -> None:
     model = Awkward()
     optimizer = AdamW(model.parameters())
@@ -125,20 +95,6 @@ def test_parameters_swapped_before_the_first_step_are_the_ones_that_are_stepped(
         setattr(model, name, fresh)
         optimizer.param_groups[0]["params"][index] = fresh
     assert same_bits(train(model, optimizer, 3), train(reference, AdamW(reference.parameters()), 3))
-
-
-def test_a_parameter_put_into_a_group_joins_it() -> None:
-    model, reference = Awkward(torch.float64), Awkward(torch.float64)
-    some = [p for name, p in model.named_parameters() if name != "other"]
-    optimizer = AdamW(some)
-    theirs = torch.optim.AdamW(reference.parameters())
-    late = lambda step, name: name == "other"  # noqa: E731
-    train(model, optimizer, 2, without=late)
-    train(reference, theirs, 2, without=late)
-    optimizer.param_groups[0]["params"].append(model.other)
-    got, expected = train(model, optimizer, 3, start=2), train(reference, theirs, 3, start=2)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 # freeze, unfreeze

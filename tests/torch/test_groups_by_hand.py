@@ -96,7 +96,6 @@ def test_a_group_is_not_stepped_twice_where_a_step_needs_a_number_of_all_gradien
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 
-@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(
     "use",
     [
@@ -110,7 +109,7 @@ def test_a_group_is_not_stepped_twice_where_a_step_needs_a_number_of_all_gradien
         everybit_torch.routing,
     ],
 )
-def test_a_group_put_in_by_hand_is_there_for_everything(use: Callable[[Any], object], flat: bool) -> None:
+def test_a_group_put_in_by_hand_is_there_for_everything(use: Callable[[Any], object]) -> None:
     params = parameters()
     optimizer = everybit_torch.AdamW(params[:1], lr=0.1, compile=False)
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[1:]})

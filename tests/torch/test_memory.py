@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -133,19 +132,6 @@ def test_weights_tied_after_the_first_step_are_refused_where_each_has_a_residual
     assert same_bits(before, values(model))
 
 
-@pytest.mark.parametrize("alone", [False, True], indirect=True)
-def test_two_parameters_may_exchange_their_memory(alone: bool) -> None:
-    results = []
-    pairs: Any = ((SGD, {}), (torch.optim.SGD, {}))
-    for kind, arguments in pairs:
-        model = nn.ParameterList([nn.Parameter(torch.arange(4.0).double() + 10 * n) for n in range(3)])
-        optimizer: Any = kind(model.parameters(), lr=0.1, momentum=0.9, **arguments)
-        train(model, optimizer, 2)
-        model[0].data, model[2].data = model[2].data, model[0].data
-        results.append(train(model, optimizer, 2, start=2))
-    close(*results)
-
-
 # -- strides ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -236,24 +222,6 @@ def test_the_bits_do_not_depend_on_strides(name: str, change: Callable[[Square],
 
 
 @pytest.mark.parametrize("alone", [False, True], indirect=True)
-def test_a_checkpoint_of_a_model_with_other_strides_goes_on(alone: bool) -> None:
-    def make(model: nn.Module) -> AdamW:
-        return AdamW(model.parameters(), lr=1e-2, policy=eb.policies.LEAN_BF16)
-
-    model, other = Square(torch.bfloat16), Square(torch.bfloat16)
-    optimizer, resumed = make(model), make(other)
-    train(model, optimizer, 2)
-    channels_last(model)
-    transpose_twice(model)
-    train(model, optimizer, 2, start=2)
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
-    assert same_bits(train(model, optimizer, 2, start=4), train(other, resumed, 2, start=4))
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    assert same_bits(train(model, optimizer, 2, start=6), train(twin_model, twin, 2, start=6))
-
-
-@pytest.mark.parametrize("alone", [False, True], indirect=True)
 @pytest.mark.parametrize("what", ["transposed", "reshaped", "narrowed"])
 def test_another_shape_is_refused_by_name(alone: bool, what: str) -> None:
     model = Square()
@@ -285,17 +253,6 @@ def test_elements_that_are_one_place_in_memory_are_refused_by_name(alone: bool, 
     with pytest.raises((RuntimeError, ValueError), match=r"one place in memory \(expand\)"):
         optimizer.step()
     assert same_bits(before, values(model))
-
-
-def test_other_memory_in_another_order_of_a_tree_is_stepped_there() -> None:
-    model, reference = Square(), Square()
-    mine, theirs = AdamW(model.parameters()), torch.optim.AdamW(reference.parameters())
-    for network, optimizer in ((model, mine), (reference, theirs)):
-        train(network, optimizer, 2)
-        network.square.data = torch.full((4, 4), 2.0, dtype=torch.float64).t()
-        network.kernel.data = torch.ones(3, 3, 3, 2, dtype=torch.float64).permute(0, 3, 1, 2)
-    close(train(model, mine, 2, start=2), train(reference, theirs, 2, start=2))
-    assert model.kernel.stride() == reference.kernel.stride()
 
 
 # -- parameters without a shape, and without a version -------------------------------------------------------------------------------

@@ -167,19 +167,6 @@ def test_param_groups_have_their_own_hyperparameters_and_policies() -> None:
     assert {name: x.dtype for name, x in optimizer.state[model.vector].items()}["variance"] is torch.bfloat16
 
 
-def test_a_group_added_later_joins_in() -> None:
-    model, reference = Awkward(torch.float64), Awkward(torch.float64)
-    mine = AdamW([model.matrix, model.vector], lr=1e-2)
-    theirs = torch.optim.AdamW([reference.matrix, reference.vector], lr=1e-2)
-    train(model, mine, 3)
-    train(reference, theirs, 3)
-    mine.add_param_group({"params": [model.scalar, model.other, model.empty], "lr": 1e-3})
-    theirs.add_param_group({"params": [reference.scalar, reference.other, reference.empty], "lr": 1e-3})
-    got, expected = train(model, mine, 3, start=3), train(reference, theirs, 3, start=3)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
 def test_a_closure_runs_once_with_gradients_and_its_loss_comes_back() -> None:
     model = torch.nn.Linear(3, 1)
     optimizer = AdamW(model.parameters(), lr=1e-2)

@@ -125,7 +125,7 @@ def _load(optimizer: TorchOptimizer, saved: Saved) -> dict[str, RoundingLoss]:
         for name, value in parameter_entries.items():
             if isinstance(value, Quantized) and format_of is not None and _is_of(format_of(name), value):
                 own = stored["state"][position]
-                own[name], own[f"{name}.scale"] = value.codes.view(own[name].shape), value.scale
+                own[name], own[f"{name}.scale"] = value.codes.reshape(own[name].shape), value.scale
     optimizer.load_state_dict(stored)
     now = optimizer.full_state_dict()["state"]
     losses: dict[str, RoundingLoss] = {}

@@ -109,7 +109,7 @@ class Own:
     def write(self, weights: Tensor) -> None:
         """Write stored weights of the segment's shape."""
         here = local(self.parameter).detach()
-        here.copy_(weights.view(here.shape))
+        here.copy_(weights.reshape(here.shape))
 
 
 class Parameters:

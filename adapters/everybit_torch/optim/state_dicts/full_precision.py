@@ -195,7 +195,7 @@ def _load(segment: Segment, given: Mapping[str, Tensor] | None) -> None:
     held = entries_of(segment)
     for name, value in given.items():
         if name in held:
-            held[name].copy_(local(value).view(held[name].shape))
+            held[name].copy_(local(value).reshape(held[name].shape))
 
 
 def _encode(segment: Segment, given: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, RoundingLoss]]:
@@ -203,7 +203,7 @@ def _encode(segment: Segment, given: Mapping[str, Tensor]) -> tuple[Tensor | Non
     weights, state = _decode(segment)
     into = {entry.name: value for entry, value in entries(state, [weights], 0, None)} | {WEIGHTS: weights}
     for name, value in given.items():
-        into[name].copy_(local(value).view(into[name].shape))
+        into[name].copy_(local(value).reshape(into[name].shape))
     ctx = eb.Context(first_element=segment.first)
     (params,), stored = segment.optimizer.encode([weights], state, [segment.tensor], ctx)
     moved = params if WEIGHTS in given else None
@@ -214,7 +214,7 @@ def _encode(segment: Segment, given: Mapping[str, Tensor]) -> tuple[Tensor | Non
     after = Segment(segment.optimizer, segment.tensor if moved is None else moved, segment.state, segment.first)
     found = _decoded(after)
     losses = {
-        name: rounding_loss(local(value).to(found[name].device).view(found[name].shape), found[name])
+        name: rounding_loss(local(value).to(found[name].device).reshape(found[name].shape), found[name])
         for name, value in given.items()
         if value.is_floating_point()
     }

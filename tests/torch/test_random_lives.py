@@ -1,0 +1,137 @@
+"""The main law of the torch optimizer: in a random life it is torch's, and what carries it about changes no bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import everybit as eb
+import everybit_torch
+from everybit_torch import TorchOptimizer, create
+from everybit_torch.segments import segment, short
+from tests.support.closed_optim import wide_numbers
+from tests.support.random_lives import Life, lives
+
+TOGETHER = 40
+"""Lives of one test."""
+
+GROUPS = 25
+"""Of these `make test` has the first, and `make exhaustive` all."""
+
+every_group = pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=() if group == 0 else pytest.mark.exhaustive) for group in range(GROUPS)]
+)
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("SGD", {"lr": 0.1, "momentum": 0.5, "dampening": 0.3}),
+    ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
+    ("AdamW", {"lr": 0.01}),
+    ("RMSprop", {"lr": 0.01}),
+    ("RMSprop", {"lr": 0.01, "centered": True, "momentum": 0.9}),
+    ("Adagrad", {"lr": 0.1, "lr_decay": 0.01}),
+    ("NAdam", {"lr": 0.01}),
+    ("RAdam", {"lr": 0.01}),
+    ("Adamax", {"lr": 0.01}),
+    ("Adadelta", {"lr": 0.5}),
+    ("ASGD", {"lr": 0.05, "t0": 5.0}),
+    ("Rprop", {"lr": 0.01}),
+]
+
+
+def taken_over(life: Life, other: Life) -> None:
+    """Take torch's state dict."""
+    other.optimizer = other.again()
+    other.optimizer.load_torch_state_dict(life.optimizer.state_dict())
+
+
+@every_group
+@pytest.mark.filterwarnings("ignore:.*no parameter has a gradient any more")
+def test_it_is_torchs(group: int) -> None:
+    """In float64, where a life of 20 steps differs by rounding."""
+    with wide_numbers():
+        for seed in range(group * TOGETHER, (group + 1) * TOGETHER):
+            is_torchs(seed)
+
+
+def is_torchs(seed: int) -> None:
+    name, arguments = random.Random(seed).choice(KINDS)
+
+    def theirs(groups: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)(groups, **arguments)  # type: ignore[no-any-return]
+
+    def ours(groups: Any) -> TorchOptimizer:
+        return getattr(everybit_torch, name)(groups, **arguments, compile=False)  # type: ignore[no-any-return]
+
+    for number, (life, other, happened) in enumerate(lives(seed, theirs, ours, torch.float64)):
+        for a, b in zip(life.model, other.model, strict=True):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-9), (seed, name, happened)
+        # torch's SGD without momentum keeps nothing that says how many steps there were.
+        if number % 7 == 6 and (name != "SGD" or "momentum" in arguments):
+            other.optimizer = other.again()
+            other.optimizer.load_torch_state_dict(life.optimizer.state_dict())
+
+
+POLICIES: tuple[eb.PolicyName, ...] = (
+    "FP32", "LEAN_BF16", "KAHAN_BF16", "EXACT_BF16", "FLOOR_BF16", "TIGHT_BF16", "MIXED_BF16", "LEAN_8BIT",
+)  # fmt: skip
+
+
+def maker(name: eb.OptimizerName, policy: eb.PolicyName, clips: bool) -> Any:
+    """Makes an optimizer of the library, maybe with a clip before it."""
+
+    def clipped(learning_rate: Any) -> eb.Transform[Any]:
+        return eb.chain(eb.clip_by_global_norm(0.5), eb.optimizers()[name].function(learning_rate))
+
+    rate: Any = {} if eb.optimizers()[name].learning_rate is None else {"lr": 0.02}
+
+    def make(groups: Any) -> TorchOptimizer:
+        if clips and rate:
+            return TorchOptimizer(groups, clipped, policy=policy, seed=5, compile=False, **rate)
+        return create(name, groups, policy=policy, seed=5, compile=False, **rate)
+
+    return make
+
+
+@every_group
+@pytest.mark.filterwarnings("ignore:.*no parameter has a gradient any more")
+def test_what_carries_it_about_changes_no_bit(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it matter which parameters are stepped together, nor in which pieces."""
+    steps = 0
+    for seed in range(group * TOGETHER, (group + 1) * TOGETHER):
+        draw = random.Random(seed)
+        name, policy, clips = draw.choice([*eb.optimizers()]), draw.choice(POLICIES), draw.random() < 0.25
+        dtype = torch.float32 if policy == "FP32" else torch.bfloat16
+        make, (together, piece) = (
+            maker(name, policy, clips),
+            (draw.choice([0, 10, 1 << 16]), draw.choice([32, 1 << 18])),
+        )
+        if is_refused(seed, make, dtype):
+            continue
+
+        def carried(groups: Any, make: Any = make, together: int = together) -> TorchOptimizer:
+            monkeypatch.setattr(short, "SHORT", together)
+            return make(groups)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(segment, "PIECE", piece)
+        reduces = eb.optimizers()[name].reductions != "none" or clips
+        for life, other, happened in lives(seed, make, carried, dtype, pickles=not clips, releases=not reduces):
+            steps += 1
+            for a, b in zip(life.model, other.model, strict=True):
+                assert torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()), (seed, name, policy, happened)
+    assert steps > 5 * TOGETHER  # few lives are refused
+
+
+def is_refused(seed: int, make: Any, dtype: torch.dtype) -> bool:
+    """Whether an optimizer cannot step such a model: it has no matrix, or the policy cannot store it."""
+    try:
+        model = Life.begin(seed, lambda groups: groups, dtype).model
+        make([{"params": [*model.named_parameters()]}]).prepare()
+    except (TypeError, ValueError):
+        return True
+    return False

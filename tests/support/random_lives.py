@@ -15,8 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from everybit_torch import TorchOptimizer, enable_gradient_release
+import everybit as eb
+from everybit_torch import TorchOptimizer, create, enable_gradient_release
+from tests.support.exact_models import weights_of
+from tests.support.rows import in_parts
+from tests.support.weights import Weights
 
 SHAPES = ((3, 4), (5,), (), (2, 3, 2), (4, 3, 2, 2), (1,), (0, 3), (7, 1), (33, 9))
 WRITTEN = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum", "exp_inf", "prev", "ax")
@@ -43,10 +55,14 @@ class Life:
     added: int
 
     @classmethod
-    def begin(cls, seed: int, make: Make, dtype: torch.dtype) -> Life:
-        """Begin the life of a seed."""
+    def begin(
+        cls, seed: int, make: Make, dtype: torch.dtype, *, mesh: DeviceMesh | None = None, sharded: bool = False
+    ) -> Life:
+        """Begin the life of a seed: with ``sharded`` of a model that FSDP2 may shard, over a mesh or not."""
         draw = random.Random(seed)
-        model = nn.ParameterList(new_parameter(draw, dtype) for _ in range(draw.randint(1, 6)))
+        model = nn.ParameterList(new_parameter(draw, dtype, sharded=sharded) for _ in range(draw.randint(1, 6)))
+        if mesh is not None:
+            fully_shard(model, mesh=mesh)
         added = max(1, len(model) - draw.randint(0, 2))
         named = [(str(number), p) for number, p in enumerate(model)][:added]
         return cls(make, model, make([{"params": named}]), added)
@@ -61,13 +77,31 @@ class Life:
         return groups
 
 
+def maker(name: eb.OptimizerName, policy: eb.PolicyName, clips: bool) -> Any:
+    """Makes an optimizer of the library, maybe with a clip before it."""
+
+    def clipped(learning_rate: Any) -> eb.Transform[Any]:
+        return eb.chain(eb.clip_by_global_norm(0.5), eb.optimizers()[name].function(learning_rate))
+
+    rate: Any = {} if eb.optimizers()[name].learning_rate is None else {"lr": 0.02}
+
+    def make(groups: Any) -> TorchOptimizer:
+        if clips and rate:
+            return TorchOptimizer(groups, clipped, policy=policy, seed=5, compile=False, **rate)
+        return create(name, groups, policy=policy, seed=5, compile=False, **rate)
+
+    return make
+
+
 def drawn(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(1 << 30)), dtype=torch.float64).to(
         dtype
     )
 
 
-def new_parameter(draw: random.Random, dtype: torch.dtype) -> nn.Parameter:
+def new_parameter(draw: random.Random, dtype: torch.dtype, *, sharded: bool) -> nn.Parameter:
+    if sharded:  # FSDP2 takes no numbers, and contiguous tensors only
+        return nn.Parameter(drawn(draw, draw.choice([one for one in SHAPES if one]), dtype))
     return nn.Parameter(in_some_order(drawn(draw, draw.choice(SHAPES), dtype), draw))
 
 
@@ -86,6 +120,8 @@ def in_some_order(x: Tensor, draw: random.Random) -> Tensor:
 def stepped(life: Life, draw: random.Random) -> None:
     for parameter in life.model:
         gradient = in_some_order(drawn(draw, tuple(parameter.shape), parameter.dtype), draw)
+        if isinstance(parameter, DTensor):
+            gradient = in_parts(gradient.contiguous(), parameter)
         parameter.grad = gradient if draw.random() > 0.25 and parameter.requires_grad else None
     life.optimizer.step(*([lambda: 1.0] if draw.random() < 0.2 else []))
 
@@ -253,3 +289,51 @@ def lives(
                 event(one, random.Random(each))
             event(other, random.Random(each))
         yield one, other, happened
+
+
+# -- on ranks ------------------------------------------------------------------------------------------------------------------------
+
+
+def handed_over(life: Life, draw: random.Random) -> None:
+    """Another optimizer goes on from a state dict of this rank's parts."""
+    state = copy.deepcopy(life.optimizer.state_dict())
+    life.optimizer = life.again()
+    life.optimizer.load_state_dict(state)
+
+
+def gathered(life: Life, draw: random.Random) -> None:
+    """Another goes on from torch's whole state dict, where every parameter has state: torch takes no other."""
+    own = [parameter for group in life.groups for parameter in group["params"]]
+    if len(own) < len(life.model) or not all("step" in life.optimizer.state.get(p, {}) for p in own):
+        return
+    if not all(p.requires_grad for p in own):
+        return
+    for parameter in own:
+        parameter.grad = None  # else torch takes the new optimizer's state for settled
+    options = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(life.model, life.optimizer, options=options)
+    life.optimizer = life.again()
+    set_optimizer_state_dict(life.model, life.optimizer, state, options=options)
+
+
+def exported(life: Life, draw: random.Random) -> None:
+    life.optimizer.import_fp32(life.optimizer.export_fp32())
+
+
+ON_RANKS = (handed_over, gathered, saved_in_full, exported)
+
+
+def sharded_life(seed: int, make: Make, dtype: torch.dtype, mesh: DeviceMesh | None) -> list[tuple[str, Weights]]:
+    """Return the whole weights after each event, with its name; without a mesh on one process, which is not carried about."""
+    draw = random.Random(seed + 1)
+    life = Life.begin(seed, make, dtype, mesh=mesh, sharded=True)
+    found = []
+    for _ in range(draw.randint(4, 12)):
+        each, kind = random.Random(draw.randrange(1 << 30)), draw.random()
+        event: Any = stepped
+        if kind > 0.5:
+            event = draw.choice((other_rate, other_hyperparameter, added, frozen) if kind < 0.75 else ON_RANKS)
+        if event not in ON_RANKS or mesh is not None:
+            event(life, each)
+        found.append((event.__name__, weights_of(life.model)))
+    return found

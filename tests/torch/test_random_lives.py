@@ -10,10 +10,10 @@ import torch
 
 import everybit as eb
 import everybit_torch
-from everybit_torch import TorchOptimizer, create
+from everybit_torch import TorchOptimizer
 from everybit_torch.segments import segment, short
 from tests.support.closed_optim import wide_numbers
-from tests.support.random_lives import Life, lives
+from tests.support.random_lives import Life, lives, maker
 
 TOGETHER = 40
 """Lives of one test."""
@@ -80,22 +80,6 @@ def is_torchs(seed: int) -> None:
 POLICIES: tuple[eb.PolicyName, ...] = (
     "FP32", "LEAN_BF16", "KAHAN_BF16", "EXACT_BF16", "FLOOR_BF16", "TIGHT_BF16", "MIXED_BF16", "LEAN_8BIT",
 )  # fmt: skip
-
-
-def maker(name: eb.OptimizerName, policy: eb.PolicyName, clips: bool) -> Any:
-    """Makes an optimizer of the library, maybe with a clip before it."""
-
-    def clipped(learning_rate: Any) -> eb.Transform[Any]:
-        return eb.chain(eb.clip_by_global_norm(0.5), eb.optimizers()[name].function(learning_rate))
-
-    rate: Any = {} if eb.optimizers()[name].learning_rate is None else {"lr": 0.02}
-
-    def make(groups: Any) -> TorchOptimizer:
-        if clips and rate:
-            return TorchOptimizer(groups, clipped, policy=policy, seed=5, compile=False, **rate)
-        return create(name, groups, policy=policy, seed=5, compile=False, **rate)
-
-    return make
 
 
 @every_group

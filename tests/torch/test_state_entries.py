@@ -16,7 +16,9 @@ from torch.optim import lr_scheduler
 
 import everybit as eb
 from everybit.protocol import ALONE
+from everybit.testing.registry import REGISTRY
 from everybit_torch import SGD, Adam, AdamW, Lion, RMSprop, TorchOptimizer, enable_gradient_release
+from everybit_torch.optim.state_dicts.migration import skeleton
 from tests.support.files import through_a_file
 from tests.support.mutations import same
 from tests.support.small_models import Awkward, same_bits, train, values
@@ -230,6 +232,26 @@ def test_what_is_carried_over_must_be_clear() -> None:
             train(model, optimizer, 1, start=2)
         after = [*values(model), *(x for p in model.parameters() for x in optimizer.state[p].values())]
         assert same_bits(before, after)
+
+
+def of_a_mask(rate: float) -> eb.Transform[Any]:
+    names = ["w"]
+    return eb.adamw(rate, weight_decay=0.1, mask=lambda path, p: p.ndim > 1 or path in names)
+
+
+FACTORIES: dict[str, Callable[[float], Any]] = {
+    **{name: one.function for name, one in eb.optimizers().items() if one.learning_rate is not None},
+    **REGISTRY,
+    "a mask": of_a_mask,
+    "labels": lambda rate: eb.partition({"a": eb.sgd(rate), "b": eb.adamw(rate)}, lambda path, p: "ab"[p.ndim > 1]),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_other_numbers_carry_nothing_over(name: str) -> None:
+    """A rate that changed was taken for a change of Muon's state, and refused where ranks hold rows of it."""
+    before, after = FACTORIES[name](0.1), FACTORIES[name](0.2)  # both alive, so that nothing has one address
+    assert skeleton(before) == skeleton(after) != skeleton(eb.chain(eb.identity(), after))
 
 
 # -- names ----------------------------------------------------------------------------------------------------------------------

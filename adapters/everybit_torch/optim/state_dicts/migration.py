@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -42,18 +44,33 @@ class Migration:
 
 
 def skeleton(transform: Any) -> Any:
-    """Return what determines how a transform nests its state: the types of its parts, and their arguments that are not numbers."""
+    """Return what determines how a transform nests its state: the types of its parts, and their arguments that are not numbers.
+
+    Two transforms that a factory makes of different numbers have equal skeletons. Functions that it makes anew each time, such as masks,
+    are equal if their code is, and what it refers to.
+    """
     if is_transform(transform):
         return type(transform), tuple(skeleton(getattr(transform, field.name)) for field in fields_of(transform))
     if isinstance(transform, Mapping):
         return tuple((key, skeleton(value)) for key, value in transform.items())
     if isinstance(transform, (tuple, list)):
         return tuple(map(skeleton, transform))
-    if isinstance(transform, (str, bool)) or transform is None:
+    if isinstance(transform, (str, bool, frozenset)) or transform is None:
         return transform
     if isinstance(transform, (int, float, Tensor)):
         return float
+    if isinstance(transform, FunctionType):
+        held = tuple(one.__code__ if isinstance(one, FunctionType) else skeleton(one) for one in _held(transform))
+        return transform.__code__, held
     return type(transform) if is_dataclass(transform) else id(transform)
+
+
+def _held(function: FunctionType) -> Iterator[Any]:
+    """Yield a function's defaults, and the values that it was made around."""
+    yield from function.__defaults__ or ()
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a value that is not there yet
+            yield cell.cell_contents
 
 
 class Held(Protocol):

@@ -306,7 +306,7 @@ def gathered(life: Life, draw: random.Random) -> None:
     own = [parameter for group in life.groups for parameter in group["params"]]
     if len(own) < len(life.model) or not all("step" in life.optimizer.state.get(p, {}) for p in own):
         return
-    if not all(p.requires_grad for p in own):
+    if not all(p.requires_grad for p in own) or not any(x.ndim for p in own for x in life.optimizer.state[p].values()):
         return
     for parameter in own:
         parameter.grad = None  # else torch takes the new optimizer's state for settled

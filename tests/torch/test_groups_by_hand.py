@@ -123,3 +123,13 @@ def test_the_weights_of_a_group_put_in_by_hand_are_exported() -> None:
     optimizer = everybit_torch.AdamW(model[0].parameters(), compile=False)
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": list(model[1].parameters())})
     assert everybit_torch.export_weights(model, optimizer).keys() == model.state_dict().keys()
+
+
+def test_a_parameter_of_another_dtype_put_into_a_group_is_refused_by_the_step() -> None:
+    optimizer = everybit_torch.AdamW([nn.Parameter(torch.ones(3).bfloat16())], policy="LEAN_BF16", compile=False)
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+    for one in (optimizer, copy.deepcopy(optimizer)):
+        with pytest.raises(
+            RuntimeError, match=r"is torch\.float32, and none was when the optimizer was made.* add_param"
+        ):
+            one.step()

@@ -209,8 +209,9 @@ def main_gradients(
             FSDP2 gives gradients of its own dtype.
     """
     found = []
-    resolved = resolve_parameters(policies, tree)
-    for tensor in tree.values():
+    known = {key: tensor for key, tensor in tree.items() if tensor.dtype in policies}  # a step refuses others
+    resolved = resolve_parameters(policies, known)
+    for tensor in known.values():
         main = torch_dtype(resolved[id(tensor)].grads_main)
         if main is tensor.dtype or tensor.grad_dtype is None:  # who gives it gradients decides
             continue

@@ -149,8 +149,8 @@ def _number(
             continue
         if parameter.dtype not in own:
             raise RuntimeError(
-                f"param group {number}: a parameter is {parameter.dtype} now and was not when the optimizer was made. Cast the model"
-                " first, then make its optimizer."
+                f"param group {number}: a parameter is {parameter.dtype}, and none was when the optimizer was made. Cast the model first,"
+                " then make its optimizer; add_param_group() adds parameters of another dtype."
             )
         # Elements are numbered through all parameters of a dtype, so that a parameter's random bits are its own.
         first = counted.get(parameter.dtype, 0)

@@ -7,6 +7,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import pytest
@@ -239,11 +240,23 @@ def of_a_mask(rate: float) -> eb.Transform[Any]:
     return eb.adamw(rate, weight_decay=0.1, mask=lambda path, p: p.ndim > 1 or path in names)
 
 
+def labelled(names: set[str], path: str, parameter: Tensor, of: list[str]) -> str:
+    return of[0]
+
+
+class Labels:
+    def of(self, path: str, parameter: Tensor) -> str:
+        return "a"
+
+
+LABELS = Labels()
 FACTORIES: dict[str, Callable[[float], Any]] = {
     **{name: one.function for name, one in eb.optimizers().items() if one.learning_rate is not None},
     **REGISTRY,
     "a mask": of_a_mask,
     "labels": lambda rate: eb.partition({"a": eb.sgd(rate), "b": eb.adamw(rate)}, lambda path, p: "ab"[p.ndim > 1]),
+    "labels of parts": lambda rate: eb.partition({"a": eb.sgd(rate)}, partial(labelled, {"w"}, of=["a"])),
+    "labels of a method": lambda rate: eb.partition({"a": eb.sgd(rate)}, LABELS.of),
 }
 
 

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -55,13 +56,19 @@ def skeleton(transform: Any) -> Any:
         return tuple((key, skeleton(value)) for key, value in transform.items())
     if isinstance(transform, (tuple, list)):
         return tuple(map(skeleton, transform))
-    if isinstance(transform, (str, bool, frozenset)) or transform is None:
+    if isinstance(transform, (set, frozenset)):
+        return frozenset(transform)
+    if isinstance(transform, (str, bool)) or transform is None:
         return transform
     if isinstance(transform, (int, float, Tensor)):
         return float
     if isinstance(transform, FunctionType):
         held = tuple(one.__code__ if isinstance(one, FunctionType) else skeleton(one) for one in _held(transform))
         return transform.__code__, held
+    if isinstance(transform, MethodType):
+        return transform.__func__.__code__, id(transform.__self__)
+    if isinstance(transform, partial):
+        return skeleton(transform.func), skeleton(transform.args), skeleton(transform.keywords)
     return type(transform) if is_dataclass(transform) else id(transform)
 
 

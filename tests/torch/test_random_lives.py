@@ -44,23 +44,31 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def taken_over(life: Life, other: Life) -> None:
-    """Take torch's state dict."""
-    other.optimizer = other.again()
-    other.optimizer.load_torch_state_dict(life.optimizer.state_dict())
+def takes_later_parameters() -> bool:
+    """Whether torch's Adagrad steps a parameter that is added to it; that of torch 2.11 has no state for it."""
+    x, y = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.Adagrad([x])
+    optimizer.add_param_group({"params": [y]})
+    y.grad = torch.ones(2)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 @every_group
 @pytest.mark.filterwarnings("ignore:.*no parameter has a gradient any more")
 def test_it_is_torchs(group: int) -> None:
     """In float64, where a life of 20 steps differs by rounding."""
+    kinds = [one for one in KINDS if one[0] != "Adagrad" or takes_later_parameters()]
     with wide_numbers():
         for seed in range(group * TOGETHER, (group + 1) * TOGETHER):
-            is_torchs(seed)
+            is_torchs(seed, *random.Random(seed).choice(kinds))
 
 
-def is_torchs(seed: int) -> None:
-    name, arguments = random.Random(seed).choice(KINDS)
+def is_torchs(seed: int, name: str, arguments: dict[str, Any]) -> None:
+    """Compare an optimizer with torch's of that name, in the life of a seed."""
 
     def theirs(groups: Any) -> torch.optim.Optimizer:
         return getattr(torch.optim, name)(groups, **arguments)  # type: ignore[no-any-return]

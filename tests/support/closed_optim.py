@@ -9,7 +9,21 @@ from typing import Any
 import torch
 from torch import optim
 
-from everybit_torch import ASGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, Rprop
+from everybit_torch import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    TorchOptimizer,
+)
 from everybit_torch.drop_ins.drop_in import DropIn
 
 CLOSED: list[tuple[type[DropIn], type[optim.Optimizer], dict[str, Any]]] = [
@@ -32,6 +46,19 @@ CLOSED: list[tuple[type[DropIn], type[optim.Optimizer], dict[str, Any]]] = [
     (Rprop, optim.Rprop, {"lr": 1e-2, "etas": (0.6, 1.3), "step_sizes": (1e-3, 0.1)}),
     (ASGD, optim.ASGD, {"lr": 1e-2, "lambd": 0.1, "alpha": 0.5, "t0": 20.0, "weight_decay": 0.1}),
 ]
+
+PAIRS: list[tuple[type[TorchOptimizer], type[optim.Optimizer], dict[str, Any]]] = [
+    (AdamW, optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    (Adam, optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    (SGD, optim.SGD, {"lr": 1e-2}),
+    (SGD, optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
+    (SGD, optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3}),
+    (SGD, optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    (RMSprop, optim.RMSprop, {"lr": 1e-3}),
+    (RMSprop, optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.5, "weight_decay": 0.1}),
+    *CLOSED,
+]
+"""All drop-ins with torch's."""
 
 
 @contextmanager

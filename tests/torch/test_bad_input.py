@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import SGD, AdamW, RMSprop, TorchOptimizer
@@ -156,3 +157,27 @@ def test_an_impossible_hyperparameter_at_the_first_step_moves_no_parameter() -> 
 def test_options_that_are_gone_say_what_stands_in_their_place(gone: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"there is nothing to choose any more, .* FlatStepper is the flat way"):
         AdamW(torch.nn.Linear(2, 2).parameters(), **gone)
+
+
+def cut(*, refused: bool) -> tuple[list[float], list[Tensor]]:
+    """Counts of two parameters, of which one alone was stepped first, and their weights; with a step between that is refused."""
+    a, b = (nn.Parameter(torch.ones(64)) for _ in range(2))
+    b.grad_dtype = None
+    optimizer = AdamW([a, b], lr=1e-2, compile=False)
+    gradient = torch.full((64,), 0.5)
+    a.grad, b.grad = gradient, None
+    optimizer.step()
+    if refused:
+        a.grad, b.grad = None, gradient.double()
+        with pytest.raises(TypeError, match="float64"):
+            optimizer.step()
+    for _ in range(2):
+        a.grad, b.grad = gradient, gradient
+        optimizer.step()
+    return [float(optimizer.state[p]["step"]) for p in (a, b)], [a.detach(), b.detach()]
+
+
+def test_a_step_that_is_refused_is_not_counted() -> None:
+    (counts, weights), (expected, others) = cut(refused=True), cut(refused=False)
+    assert counts == expected == [3.0, 2.0]
+    assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` where gradients are not in ``.grad``: methods that clip, and torch's function, which is noticed."""
+"""Clips: ``clip_grad_norm_`` where gradients are not in ``.grad``, torch's function, which is noticed, and clips in chains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import everybit as eb
-from everybit_torch import AdamW, FlatStepper, enable_gradient_release, load_sharded, save_sharded
+from everybit_torch import AdamW, FlatStepper, TorchOptimizer, enable_gradient_release, load_sharded, save_sharded
 
 X = torch.linspace(-1.0, 2.0, 12).view(3, 4)
 
@@ -137,3 +137,46 @@ def test_a_closed_stepper_refuses_to_go_on(strategy: Any, tmp_path: Any) -> None
             call()
     stepper.close()
     assert all(torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
+
+
+INNER: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: eb.adamw(1e-2),
+    "soap": lambda: eb.soap(1e-2),
+    "shampoo": lambda: eb.shampoo(1e-2),
+    "adafactor": lambda: eb.adafactor(1e-2),
+    "nested": lambda: eb.chain(eb.scale_by_adam(), eb.chain(eb.add_decayed_weights(0.1), eb.scale(-1e-2))),
+}
+
+
+def clipped(inner: Callable[[], Any]) -> Any:
+    return eb.chain(eb.clip_by_global_norm(1e9), inner())
+
+
+# Factors in 4 bits are refused.
+CASES = [
+    (i, p) for i in INNER for p in ("LEAN_8BIT", "FLOOR_8BIT", "LEAN_4BIT") if (i, p) != ("adafactor", "LEAN_4BIT")
+]
+
+
+@pytest.mark.parametrize(("inner", "policy"), CASES)
+@pytest.mark.parametrize("shape", ["contiguous", "transposed", "channels last"])
+@pytest.mark.sampled(3)
+def test_a_clip_that_clips_nothing_changes_no_bit(inner: str, policy: Any, shape: str) -> None:
+    def stepped(make: Callable[[], Any]) -> Tensor:
+        torch.manual_seed(0)
+        p = {
+            "contiguous": lambda: nn.Parameter(torch.randn(16, 32).bfloat16()),
+            "transposed": lambda: nn.Parameter(torch.randn(32, 16).bfloat16().t()),
+            "channels last": lambda: nn.Parameter(
+                torch.randn(8, 3, 3, 3).bfloat16().to(memory_format=torch.channels_last)
+            ),
+        }[shape]()
+        optimizer = TorchOptimizer([p], make, policy=policy, compile=False)
+        for step in range(3):
+            p.grad = torch.full_like(p, 0.5 + step)
+            optimizer.step()
+        return p.detach()
+
+    expected = stepped(INNER[inner])
+    # A factor of 1 is multiplied by; random bits belong to the same elements.
+    assert torch.equal(stepped(lambda: clipped(INNER[inner])), expected)

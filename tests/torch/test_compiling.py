@@ -210,3 +210,16 @@ def test_vectors_are_not_believed_if_the_compiler_does_not_know_them(
     with inductor_config.patch({"cpp.vec_isa_ok": False}):
         assert torch_compiler.trust_in_vectors() == {}  # the user said so
     torch_compiler.trust_in_vectors.cache_clear()
+
+
+@pytest.mark.exhaustive
+def test_a_first_step_inside_of_a_users_compiled_function() -> None:
+    p, q = (nn.Parameter(torch.ones(64)) for _ in range(2))
+    optimizer, other = AdamW([p], lr=1e-2, compile=True), AdamW([q], lr=1e-2, compile=False)
+    compiled = torch.compile(lambda: optimizer.step())
+    for _ in range(3):
+        p.grad = q.grad = torch.full((64,), 0.5)
+        compiled()
+        other.step()
+    assert torch.equal(p, q)
+    assert float(optimizer.state[p]["step"]) == 3.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -300,3 +302,20 @@ def test_a_step_in_inference_mode_leaves_parameters_that_can_be_trained_on() -> 
             optimizer.step()
         results.append(values(model))
     assert same_bits(*results)
+
+
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_whose_parameter_takes_the_originals_memory_steps_it(how: str, alone: bool) -> None:
+    p = nn.Parameter(torch.zeros(256))
+    optimizer = SGD([p], lr=1.0, compile=False)
+    p.grad = torch.ones(256)
+    optimizer.step()
+    pair = (p, optimizer)
+    q, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    q.data = p.data
+    for _ in range(3):
+        q.grad = torch.ones(256)
+        other.step()
+    assert q.tolist() == [-4.0] * 256
+    assert p.tolist() == [-4.0] * 256

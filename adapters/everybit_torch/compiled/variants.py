@@ -59,7 +59,7 @@ class Inputs:
     """The arguments of a compiled step, beside hyperparameters.
 
     Attributes:
-        tensors: The unit's tensor, alone in a list.
+        tensors: The segment's tensor, alone in a list.
         grads: Its gradient, in the same shape.
         state: The optimizer's state for it.
         first: Global index of the first element, int64, 0-d; or those of the blocks.
@@ -188,7 +188,7 @@ class Variants(Generic[R]):
         variant.began = False
         started = time.perf_counter() if not variant.ran else 0.0
         if not variant.ran and inputs.tensors[0].ndim == 1:
-            # Units are cut, and stepped in pieces: code for any length is as fast, and it is made once.
+            # Long vectors are stepped in pieces: code for any length is as fast, and it is made once.
             let_length_vary(eb.tree.leaves((inputs.tensors, inputs.grads, inputs.state, inputs.first)))
         given = {name: arguments[name] for name in variant.given}
         try:

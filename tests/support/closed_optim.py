@@ -1,4 +1,4 @@
-"""The optimizers of ``torch.optim`` that follow from its table: ours, torch's, and arguments that every one of their options is in."""
+"""The optimizers of ``torch.optim``: ours, torch's, and arguments that every one of their options is in."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from everybit_torch import (
 )
 from everybit_torch.drop_ins.drop_in import DropIn
 
+# Whose state and arguments follow from the drop-ins' table.
 CLOSED: list[tuple[type[DropIn], type[optim.Optimizer], dict[str, Any]]] = [
     (AdamW, optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "betas": (0.9, 0.9)}),
     (Adam, optim.Adam, {"lr": 1e-2, "amsgrad": True}),

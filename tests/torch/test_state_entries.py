@@ -267,6 +267,16 @@ def test_other_numbers_carry_nothing_over(name: str) -> None:
     assert skeleton(before) == skeleton(after) != skeleton(eb.chain(eb.identity(), after))
 
 
+def test_masks_of_other_keyword_defaults_are_other_transforms() -> None:
+    def masked(name: str) -> Any:
+        def mask(path: str, p: Tensor, *, only: str = name) -> bool:
+            return path == only
+
+        return eb.adamw(0.1, weight_decay=0.1, mask=mask)
+
+    assert skeleton(masked("w")) == skeleton(masked("w")) != skeleton(masked("b"))
+
+
 # -- names ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -204,9 +204,8 @@ def _layer(step: int, name: str, before: Before, after: After) -> LayerAudit:
     meant = float(whole(intended.square().sum()))
     frozen = {}
     for key, earlier in before.state.items():
-        changing = (
-            before.intended_state[key] == earlier
-        ).logical_not()  # `!=` of two DTensors needs a torch after 2.11
+        # `!=` of two DTensors needs a torch after 2.11.
+        changing = (before.intended_state[key] == earlier).logical_not()
         frozen[key] = _share((after.state[key] == earlier) & changing, changing)
     found = {"gradient": before.nonfinite_gradients, "weights": nonfinite(after.weights)}
     found |= {key: nonfinite(value) for key, value in after.state.items()}

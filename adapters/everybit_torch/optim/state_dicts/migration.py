@@ -75,6 +75,7 @@ def skeleton(transform: Any) -> Any:
 def _held(function: FunctionType) -> Iterator[Any]:
     """Yield a function's defaults, and the values that it was made around."""
     yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # a value that is not there yet
             yield cell.cell_contents

@@ -302,3 +302,31 @@ def test_compiled_steps_are_the_same_and_are_not_compiled_again(name: str, recwa
         assert torch.equal(one, other)
     assert graphs[0] == graphs[2] > 0
     assert [str(one.message) for one in recwarn if "uncompiled" in str(one.message)] == []
+
+
+def from_rank_on(lr: float, least: int) -> Any:
+    return eb.adamw(lr, weight_decay=0.5, mask=lambda path, p: p.ndim >= least)
+
+
+def stepped(optimizer: TorchOptimizer) -> TorchOptimizer:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_hyperparameters_that_change_a_mask_are_refused_and_others_go_on() -> None:
+    model = Small()
+    optimizer = stepped(TorchOptimizer(model.named_parameters(), from_rank_on, lr=0.1, least=2))
+    (group,) = optimizer.param_groups
+    other = TorchOptimizer(Small().named_parameters(), from_rank_on, lr=0.1, least=1)
+    with pytest.raises(ValueError, match=r"param group 0, parameter 1: masks .* as \(True,\) .* as \(False,\)"):
+        stepped(other).load_state_dict(optimizer.state_dict())
+    before = [p.detach().clone() for p in model.parameters()]
+    group["least"] = 1
+    with pytest.raises(ValueError, match=r"param group 0, parameter 1: masks .* as \(False,\) .* as \(True,\)"):
+        stepped(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    group |= {"least": 1.5, "lr": 0.2}  # which selects the same
+    assert stepped(optimizer).state_dict()["state"][0]["step"] == 2

@@ -7,33 +7,39 @@ from typing import Any
 
 import everybit as eb
 from everybit_torch.arguments import differ
-from everybit_torch.choosing import applied
+from everybit_torch.choosing import applied, choices, decide, tree_of
 from everybit_torch.optim.groups import Group, Optimizers
 from everybit_torch.optim.parameters import Parameters, Stepped, shown
-from everybit_torch.optim.state_dicts.migration import Migration, plan_migration
+from everybit_torch.optim.planned import ParamGroups
+from everybit_torch.optim.state_dicts.migration import Migration, plan_migration, skeleton
 from everybit_torch.segments import Segment
 
 MayBegin = Callable[[Stepped, list[str], Mapping[str, Any]], None]
 """Refuses slots that cannot begin after other steps, by a ValueError: it gets their names and the factory's new arguments."""
 
 
-def follow(parameters: Parameters, arguments: Sequence[dict[str, Any]], may_begin: MayBegin) -> None:
+def follow(
+    parameters: Parameters, param_groups: ParamGroups, arguments: Sequence[dict[str, Any]], may_begin: MayBegin
+) -> None:
     """Step with these hyperparameters from here on; new state begins, and state that is not needed is put aside.
 
     Args:
         parameters: The optimizer's parameters.
+        param_groups: Its param groups.
         arguments: The factory's arguments for each group.
         may_begin: Refuses slots that cannot begin.
 
     Raises:
         TypeError: A hyperparameter of another kind.
-        ValueError: A hyperparameter out of range, or a change with ambiguous state. The optimizer is unchanged.
+        ValueError: A hyperparameter out of range, or a change with ambiguous state, or of masks and labels. The optimizer is unchanged.
     """
     changes = [
         (group, new, group.build(new))
         for group, new in zip(parameters.groups, arguments, strict=True)
         if differ(new, group.arguments)
     ]
+    for group, _, optimizers in changes:
+        require_same_decisions(parameters, group, optimizers, param_groups[group.number])
     plans = [plan for change in changes for plan in _migrations(parameters, *change, may_begin)]
     for group, new, optimizers in changes:
         group.follow(new, optimizers)
@@ -44,6 +50,38 @@ def follow(parameters: Parameters, arguments: Sequence[dict[str, Any]], may_begi
         for number, parameter in enumerate(stepped.of.parameters):
             own = shown(parameter, stepped.of.own(number).entries())
             parameters.states.migrate(parameter, own, plan.begun, plan.ended)
+
+
+def require_same_decisions(
+    parameters: Parameters, group: Group, optimizers: Optimizers, values: Mapping[str, Any]
+) -> None:
+    """Refuse optimizers whose masks or labels come out otherwise for parameters that have state.
+
+    Args:
+        parameters: The optimizer's parameters.
+        group: The group whose optimizers they will be.
+        optimizers: By dtype.
+        values: The param group.
+
+    Raises:
+        ValueError: The message names a parameter.
+    """
+    for dtype, new in optimizers.items():
+        before, after = choices(group.optimizers[dtype].transform), choices(new.transform)
+        if skeleton(before, numbers=True) == skeleton(after, numbers=True):
+            continue
+        known = {
+            id(p): (p, one.decision) for one in parameters.stepped if one.group is group for p in one.of.parameters
+        } | {id(one.parameter): (one.parameter, one.decision) for one in parameters.visited() if one.group is group}
+        had = [(p, decision) for p, decision in known.values() if p.dtype is dtype and decision is not None]
+        for (p, decision), now in zip(had, decide(new, tree_of(values), [p for p, _ in had]), strict=True):
+            if decision is not None and (now is None or now.choices != decision.choices):
+                place = next(place for place, one in enumerate(values["params"]) if one is p)
+                raise ValueError(
+                    f"param group {group.number}, parameter {place}: masks and labels came out as {decision.choices} at the first step, and"
+                    f" with these hyperparameters as {now.choices if now else ()}; accepted are values that change none. Make a new"
+                    " optimizer, and carry the state over with full_state_dict()."
+                )
 
 
 def start_with(parameters: Parameters, arguments: Sequence[dict[str, Any]], optimizers: Sequence[Optimizers]) -> None:

@@ -293,7 +293,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Step with the hyperparameters that the param groups have now."""
         if not self._followed.is_current(groups, self.own.groups):
             arguments = [self.factory_arguments(values) for values in groups]
-            hyperparameters.follow(self.own, arguments, self._require_can_begin)
+            hyperparameters.follow(self.own, groups, arguments, self._require_can_begin)
             self._followed.note(groups, self.own.groups)
 
     def _require_can_begin(self, stepped: Stepped, begun: list[str], arguments: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from everybit_torch.arguments import as_python, differ
 from everybit_torch.dtensors import local
 from everybit_torch.optim.front import Front
 from everybit_torch.optim.groups import Optimizers
-from everybit_torch.optim.hyperparameters import start_with
+from everybit_torch.optim.hyperparameters import require_same_decisions, start_with
 from everybit_torch.optim.planned import Plan, parameters_of
 from everybit_torch.optim.state_dicts import full_precision
 from everybit_torch.optim.state_dicts.expected import Kind, expectations, require_entry
@@ -115,8 +115,9 @@ def judge_settings(front: Front, saved: Saved) -> Settings:
         settings.groups.append(new)
         settings.arguments.append(arguments)
         settings.optimizers.append(optimizers)
-    for stepped, new_optimizers in zip(front.own.groups, settings.optimizers, strict=True):
+    for stepped, new_optimizers, values in zip(front.own.groups, settings.optimizers, front.own_groups, strict=True):
         stepped.require_cuts(new_optimizers)
+        require_same_decisions(front.own, stepped, new_optimizers, values)
     return settings
 
 

@@ -44,32 +44,40 @@ class Migration:
     ended: list[str]
 
 
-def skeleton(transform: Any) -> Any:
+def skeleton(transform: Any, *, numbers: bool = False) -> Any:
     """Return what determines how a transform nests its state: the types of its parts, and their arguments that are not numbers.
 
     Two transforms that a factory makes of different numbers have equal skeletons. Functions that it makes anew each time, such as masks,
     are equal if their code is, and what it refers to.
+
+    Args:
+        transform: A transform, or an argument of one.
+        numbers: Whether arguments that are numbers count as well.
     """
-    if is_transform(transform):
-        return type(transform), tuple(skeleton(getattr(transform, field.name)) for field in fields_of(transform))
-    if isinstance(transform, Mapping):
-        return tuple((key, skeleton(value)) for key, value in transform.items())
-    if isinstance(transform, (tuple, list)):
-        return tuple(map(skeleton, transform))
-    if isinstance(transform, (set, frozenset)):
-        return frozenset(transform)
-    if isinstance(transform, (str, bool)) or transform is None:
-        return transform
-    if isinstance(transform, (int, float, Tensor)):
-        return float
-    if isinstance(transform, FunctionType):
-        held = tuple(one.__code__ if isinstance(one, FunctionType) else skeleton(one) for one in _held(transform))
-        return transform.__code__, held
-    if isinstance(transform, MethodType):
-        return transform.__func__.__code__, id(transform.__self__)
-    if isinstance(transform, partial):
-        return skeleton(transform.func), skeleton(transform.args), skeleton(transform.keywords)
-    return type(transform) if is_dataclass(transform) else id(transform)
+
+    def of(part: Any) -> Any:
+        if is_transform(part):
+            return type(part), tuple(of(getattr(part, field.name)) for field in fields_of(part))
+        if isinstance(part, Mapping):
+            return tuple((key, of(value)) for key, value in part.items())
+        if isinstance(part, (tuple, list)):
+            return tuple(map(of, part))
+        if isinstance(part, (set, frozenset)):
+            return frozenset(part)
+        if isinstance(part, (str, bool)) or part is None:
+            return part
+        if isinstance(part, (int, float, Tensor)):
+            return (id(part) if isinstance(part, Tensor) else part) if numbers else float
+        if isinstance(part, FunctionType):
+            held = tuple(one.__code__ if isinstance(one, FunctionType) else of(one) for one in _held(part))
+            return part.__code__, held
+        if isinstance(part, MethodType):
+            return part.__func__.__code__, id(part.__self__)
+        if isinstance(part, partial):
+            return of(part.func), of(part.args), of(part.keywords)
+        return type(part) if is_dataclass(part) else id(part)
+
+    return of(transform)
 
 
 def _held(function: FunctionType) -> Iterator[Any]:

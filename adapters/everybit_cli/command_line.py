@@ -1,6 +1,7 @@
 """The command line: subcommands, parsing, exit codes.
 
-A subcommand is a frozen dataclass of options, parsed by tyro, and a function that takes it; :data:`COMMANDS` lists them.
+A subcommand is a frozen dataclass of options, parsed by tyro, and a function of the options, the console to write to, and the command line
+for the record.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, get_type_hints
 
 from everybit_cli.errors import BAD_OPTION, FAILED, INTERRUPTED, OptionError, is_out_of_memory
 
@@ -28,56 +29,12 @@ if TYPE_CHECKING:
 _NEEDED = ("tyro", "rich", "matplotlib", "numpy")
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A subcommand. Its modules are imported when it is given.
-
-    Args:
-        summary: A description in one sentence.
-        at: The module and name of its options, a dataclass: the docstrings of the fields are the help.
-        by: The module and name of the function that takes the options, the console to write to, and the command line for the record. It
-            raises OptionError.
-    """
-
-    summary: str
-    at: str
-    by: str
-
-    @property
-    def options(self) -> type[Output]:
-        """The dataclass that its command line is parsed into."""
-        found: type[Output] = _imported(self.at)
-        return found
-
-    @property
-    def run(self) -> Callable[[Output, Console, str], Results]:
-        """The function that carries it out."""
-        found: Callable[[Output, Console, str], Results] = _imported(self.by)
-        return found
-
-
 COMMANDS = {
-    "compare": Command(
-        "Train one small language model under several policies: loss, lost updates, bytes and time.",
-        "compare.options:CompareOptions",
-        "compare.command:compare",
-    ),
-    "plan": Command(
-        "Print the bytes that each rank keeps, needs at its peak and sends, for your model; and which policy fits.",
-        "plan.options:PlanOptions",
-        "plan.command:run_plan",
-    ),
-    "audit": Command(
-        "Show where a training run loses precision, and which policy would keep it.",
-        "audit.command:AuditOptions",
-        "audit.command:audit",
-    ),
+    "compare": "Train one small language model under several policies: loss, lost updates, bytes and time.",
+    "plan": "Print the bytes that each rank keeps, needs at its peak and sends, for your model; and which policy fits.",
+    "audit": "Show where a training run loses precision, and which policy would keep it.",
 }
-
-
-def _imported(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(import_module(f"everybit_cli.{module}"), name)
+"""A sentence about each. ``everybit_cli.NAME.command.main`` carries it out; the module is imported when the command is given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "everybit"
     try:
         name += f" {arguments[0]}" if arguments and arguments[0] in COMMANDS else ""
-        options, command = parse(arguments or ["--help"])
-        results = command.run(options, _console(options), shlex.join(["everybit", *arguments]))
+        options = parse(arguments or ["--help"])
+        results = _main(arguments[0])(options, _console(options), shlex.join(["everybit", *arguments]))
     except OptionError as error:
         return _fail(f"{name}: {error}", BAD_OPTION)
     except KeyboardInterrupt:
@@ -116,11 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return results.exit_code
 
 
-def parse(arguments: Sequence[str]) -> tuple[Output, Command]:
-    """Parse a command line without running the command.
-
-    Returns:
-        The options, and the command that takes them.
+def parse(arguments: Sequence[str]) -> Output:
+    """Return the options of a command line, without running the command.
 
     Raises:
         OptionError: There is no such command or option; the message names the nearest.
@@ -133,19 +87,30 @@ def parse(arguments: Sequence[str]) -> tuple[Output, Command]:
 
     if name.startswith("--tyro-"):  # completion scripts, for all commands
         tyro.extras.subcommand_cli_from_dict(
-            {name: command.options for name, command in COMMANDS.items()}, prog="everybit", args=arguments
+            {name: _options(name) for name in COMMANDS}, prog="everybit", args=arguments
         )
     if name not in COMMANDS:
         raise OptionError("command", f"{name}{_meant(name, [*COMMANDS, '--help', '--version'])}", ", ".join(COMMANDS))
-    command = COMMANDS[name]
-    kind = command.options
+    kind = _options(name)
     _require_options(name, kind, rest)
     _join_help(kind)
     if {"-h", "--help"} & set(rest):
         sys.stdout.write(_wrapped(inspect.getdoc(kind) or "") + "\n\n")
     # The description is printed above: tyro does not break its lines.
     options: Output = tyro.cli(kind, prog=f"everybit {name}", description="", args=rest)
-    return options, command
+    return options
+
+
+def _main(name: str) -> Callable[[Output, Console, str], Results]:
+    """The function of a command."""
+    found: Callable[[Output, Console, str], Results] = import_module(f"everybit_cli.{name}.command").main
+    return found
+
+
+def _options(name: str) -> type[Output]:
+    """The dataclass that a command's line is parsed into; the docstrings of its fields are the help."""
+    found: type[Output] = get_type_hints(_main(name))["options"]
+    return found
 
 
 def _print_help() -> NoReturn:
@@ -155,19 +120,17 @@ def _print_help() -> NoReturn:
         SystemExit: The process ends with code 0.
     """
     indent = " " * (max(map(len, COMMANDS)) + 4)
-    lines = [
-        textwrap.fill(f"  {name:{len(indent) - 4}}  {command.summary}", _columns(), subsequent_indent=indent)
-        for name, command in COMMANDS.items()
+    listed = [
+        textwrap.fill(f"  {name:{len(indent) - 4}}  {summary}", _columns(), subsequent_indent=indent)
+        for name, summary in COMMANDS.items()
     ]
-    sys.stdout.write(
-        "usage: everybit COMMAND [OPTIONS]\n\nOptimizers for PyTorch that account for every bit.\n\n"
-        + "\n".join(lines)
-        + "\n\n"
-        + _wrapped(
-            "everybit COMMAND --help describes a command and its options. everybit --version prints the version."
-        )
-        + "\n"
-    )
+    more = "everybit COMMAND --help describes a command and its options. everybit --version prints the version."
+    parts = [
+        "usage: everybit COMMAND [OPTIONS]",
+        "Optimizers for PyTorch that account for every bit.",
+        "\n".join(listed),
+    ]
+    sys.stdout.write("\n\n".join([*parts, _wrapped(more)]) + "\n")
     raise SystemExit(0)
 
 
@@ -179,11 +142,8 @@ def _require_options(name: str, kind: type[Output], arguments: Sequence[str]) ->
     for argument in arguments:
         option = argument.partition("=")[0].replace("_", "-")
         if option.startswith("--") and option not in known:
-            raise OptionError.saying(
-                ValueError(
-                    f"{option}: there is no such option{_meant(option, known)}; everybit {name} --help lists them"
-                )
-            )
+            said = f"{option}: there is no such option{_meant(option, known)}; everybit {name} --help lists them"
+            raise OptionError.saying(said)
 
 
 def _meant(given: str, known: Sequence[str]) -> str:

@@ -22,13 +22,8 @@ class OptionError(ValueError):
         super().__init__(f"{option}: got {got}; accepted: {accepted}")
 
     @classmethod
-    def saying(cls, error: Exception, where: str = "") -> OptionError:
-        """Return an OptionError with the message of another error, in one line.
-
-        Args:
-            error: An error with a message that has the value and the accepted values.
-            where: The option and its value, if the message does not have them.
-        """
+    def saying(cls, error: Exception | str, where: str = "") -> OptionError:
+        """Return an OptionError with the message of another error, in one line; ``where`` is the option, if it has none."""
         made = cls("", "", "")
         made.args = (" ".join(f"{where}: {error}".removeprefix(": ").split()),)
         return made

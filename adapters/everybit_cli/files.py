@@ -1,18 +1,18 @@
-"""Files that commands write: JSON that any reader takes, whole or not at all."""
+"""Files that commands write: JSON that any reader takes, and pictures; whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import math
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from everybit_cli.errors import OptionError
 from everybit_torch.checkpoint.single_file import replace_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def check_out(folder: Path) -> None:
@@ -46,32 +46,21 @@ def as_json(data: dict[str, Any]) -> str:
     return json.dumps(plain(data), indent=1, allow_nan=False) + "\n"
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` to ``path``, whole or not at all."""
-    write_whole(path, lambda file: file.write(as_json(data).encode()))
-
-
-def keep_results(folder: Path, name: str, data: dict[str, Any], draw: Callable[[Path], None], console: Console) -> None:
-    """Write results as JSON and as a picture, called ``name``, into a folder, and say where they are.
+def keep_results(folder: Path, name: str, data: dict[str, Any], picture: Figure) -> str:
+    """Write results as JSON and as a picture into a folder, and return a sentence that says where they are.
 
     Args:
         folder: Is there.
         name: The names of the files, without their endings.
         data: The results.
-        draw: Draws the picture at a path.
-        console: Where to say it.
+        picture: Drawn.
     """
-    numbers, picture = folder / f"{name}.json", folder / f"{name}.png"
-    write_json(numbers, data)
-    draw(picture)
-    console.print(f"Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
+    numbers, image = folder / f"{name}.json", folder / f"{name}.png"
+    text = as_json(data)
 
+    def write(partial: Path) -> None:
+        partial.write_text(text, encoding="utf-8")
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Have ``write`` fill a file that takes its place at ``path`` only when it is complete: no reader sees half of it."""
-
-    def fill(partial: Path) -> None:
-        with open(partial, "r+b") as file:
-            write(file)
-
-    replace_file(path, fill)
+    replace_file(numbers, write)
+    replace_file(image, lambda partial: picture.savefig(partial, format="png"))
+    return f"Wrote {numbers} and {image}"

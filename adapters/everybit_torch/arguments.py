@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import numbers
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from types import FunctionType
 from typing import Any, TypedDict
 
@@ -45,6 +47,18 @@ _TORCH_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "everybit.with_policy(...) gives an optimizer whose step is a pure function, which torch.func differentiates",
     ),
 }  # fmt: skip
+
+
+_WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None}
+
+
+def value_in(text: str) -> Any:
+    """Return the value that a text means: a number, ``true``, ``false``, ``none``, or numbers as in ``0.9:0.95``; else the text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text.replace(":", ","))
+    return text
 
 
 def require_factory(factory: object) -> None:

@@ -11,7 +11,6 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-import everybit as eb
 from everybit_cli.errors import FAILED, OptionError
 from everybit_cli.files import check_out, keep_results
 from everybit_cli.machine import versions
@@ -56,7 +55,7 @@ class AuditOptions(Output):
     """Folder for audit.json and audit.png; created if it does not exist."""
 
 
-def audit(options: AuditOptions, console: Console, command: str) -> Results:
+def main(options: AuditOptions, console: Console, command: str) -> Results:
     """Read, judge and show.
 
     Raises:
@@ -84,7 +83,8 @@ def audit(options: AuditOptions, console: Console, command: str) -> Results:
     if options.out is not None:
         from everybit_cli.audit.pictures import draw
 
-        keep_results(options.out, "audit", results, lambda picture: draw(picture, layers, title=title), console)
+        where = keep_results(options.out, "audit", results, draw(layers, title=title))
+        console.print(where, highlight=False, soft_wrap=True)
     return Results(results, FAILED if found.findings else 0)
 
 
@@ -92,19 +92,18 @@ def _layers(options: AuditOptions) -> list[LayerAudit]:
     """Read an audit, or audit a checkpoint."""
     path = options.path
     policy = None if options.policy is None else named_policy(options.policy, "--policy")[1]
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in ("optimizer", "policy", "model_key", "optimizer_key")
-        if getattr(options, name) is not None
-    ]
+    keys = ("optimizer", "policy", "model_key", "optimizer_key")
+    given = {name: getattr(options, name) for name in keys if getattr(options, name) is not None}
     try:
-        if zipfile.is_zipfile(path):
-            return _of_checkpoint(options, policy)
-        if given:
-            raise OptionError(
-                ", ".join(given), f"given for {path}, which is no checkpoint", "a checkpoint for the path"
-            )
-        return load_audit(path)
+        if not zipfile.is_zipfile(path) and not given:
+            return load_audit(path)
+        if not zipfile.is_zipfile(path):
+            listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise OptionError(listed, f"given for {path}, which is no checkpoint", "a checkpoint for the path")
+        try:
+            return audit_checkpoint(path, **{**given, "policy": policy})
+        except ValueError as error:
+            raise OptionError.saying(error) from None
     except OSError as error:
         what = (error.strerror or str(error).removeprefix(f"{path}: ")).lower()
         raise OptionError("path", f"{path} ({what})", "a file that can be read") from None
@@ -113,19 +112,6 @@ def _layers(options: AuditOptions) -> list[LayerAudit]:
             raise
         what = " ".join(str(error).partition("; accepted")[0].removeprefix(f"{path}: ").removeprefix("got ").split())
         raise OptionError("path", f"{path}: {what}", "what Audit.save wrote, or a checkpoint") from None
-
-
-def _of_checkpoint(options: AuditOptions, policy: eb.Policy | None) -> list[LayerAudit]:
-    try:
-        return audit_checkpoint(
-            options.path,
-            optimizer=options.optimizer,
-            policy=policy,
-            model_key=options.model_key,
-            optimizer_key=options.optimizer_key,
-        )
-    except ValueError as error:
-        raise OptionError.saying(error) from None
 
 
 def _sheet(layers: Sequence[LayerAudit], rows: int) -> Sheet:
@@ -139,15 +125,8 @@ def _sheet(layers: Sequence[LayerAudit], rows: int) -> Sheet:
     sheet = Sheet(("parameter", "elements", "step", "lost\n%", "float32\n%", "EDQ", "frozen\n%"), caption=caption)
     for layer in shown[: rows or None]:
         frozen = max(layer.frozen.values(), default=None)
-        sheet.rows.append(
-            (
-                layer.name,
-                f"{layer.elements:,}",
-                str(layer.step),
-                f"{100 * layer.lost_share:.1f}",
-                f"{100 * layer.mended_lost_share:.1f}",
-                f"{layer.edq:.3f}",
-                "" if frozen is None else f"{100 * frozen:.1f}",
-            )
-        )
+        figures = (layer.lost_share, layer.mended_lost_share)
+        lost, mended = (f"{100 * share:.1f}" for share in figures)
+        stuck = "" if frozen is None else f"{100 * frozen:.1f}"
+        sheet.rows.append((layer.name, f"{layer.elements:,}", str(layer.step), lost, mended, f"{layer.edq:.3f}", stuck))
     return sheet

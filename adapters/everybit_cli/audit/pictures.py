@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from everybit_cli.files import write_whole
 from everybit_torch.audit.layers import LayerAudit
 
 MOST_NAMES = 60
 """Layers beyond which the axis has no names."""
 
 
-def draw(path: Path, layers: Sequence[LayerAudit], *, title: str) -> None:
-    """Draw the share of the update that arrives (EDQ) and the lost share into a PNG at ``path``, which is replaced whole."""
+def draw(layers: Sequence[LayerAudit], *, title: str) -> Figure:
+    """Draw the share of the update that arrives (EDQ), and the lost share."""
     names = list(dict.fromkeys(layer.name for layer in layers))
     steps = sorted({layer.step for layer in layers})
     arrived = np.full((len(names), len(steps)), np.nan)
@@ -44,4 +42,4 @@ def draw(path: Path, layers: Sequence[LayerAudit], *, title: str) -> None:
         left.set_yticks(range(len(names)), names, fontsize=7)
     else:
         left.set_ylabel(f"{len(names)} parameters, in the model's order")
-    write_whole(path, lambda file: figure.savefig(file, format="png"))
+    return figure

@@ -17,13 +17,13 @@ from everybit_cli.compare.report import sheet, throughput
 from everybit_cli.compare.results import summarize
 from everybit_cli.compare.training import new_model
 from everybit_cli.errors import INTERRUPTED, OptionError
-from everybit_cli.files import check_out, write_json
+from everybit_cli.files import check_out, keep_results
 from everybit_cli.machine import machine, threads, versions
 from everybit_cli.optimizers import Chosen, show_routing
 from everybit_cli.output import Results, counted, show
 from everybit_torch.config import policy_to_dict
 
-FORMAT = 2  # of the JSON file; to be raised when a reader would have to know. From 2 on it says which optimizer.
+FORMAT = 3  # of the JSON file. From 3 on hyperparameters have torch's names.
 FEW_STEPS = 100
 
 CLOSING = (
@@ -34,7 +34,7 @@ CLOSING = (
 """Figures of benchmarks/small_updates.py."""
 
 
-def compare(options: CompareOptions, console: Console, command: str) -> Results:
+def main(options: CompareOptions, console: Console, command: str) -> Results:
     """Train, report, and write ``compare.json`` and ``compare.png``; after Ctrl-C what there is, under other names.
 
     Raises:
@@ -57,7 +57,9 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
     console.print(f"{title}\n{about(corpus)}", highlight=False)
     show_routing(plan.optimizer, named, console)
     if absent := [name for name in DEFAULT_POLICIES if not options.policies and name not in plan.policies]:
-        console.print(f"Without {', '.join(absent)}: under it some state of {plan.optimizer.name} would stop moving.")
+        console.print(
+            f"Without {', '.join(absent)}: under it some state of {plan.optimizer.entry.name} would stop moving."
+        )
 
     started = datetime.now(UTC)
     clock = time.perf_counter()
@@ -69,24 +71,15 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
     rows = summarize(records, plan.reference)
     steps, seeds = len(records[0].losses), tuple(dict.fromkeys(record.seed for record in records))
     results = {
-        "format": FORMAT,
-        "command": command,
-        "started": started.isoformat(timespec="seconds"),
-        "seconds": seconds,
-        "interrupted": interrupted,
-        "versions": versions(),
-        "machine": where,
-        **_inputs(plan, corpus, parameters),
-        "summary": [asdict(row) for row in rows],
-        "records": [asdict(record) for record in records],
-    }
-    # Results of a run that went to its end are not replaced by less.
-    name = "compare-interrupted" if interrupted else "compare"
-    numbers, picture = options.out / f"{name}.json", options.out / f"{name}.png"
-    write_json(numbers, results)
+        "format": FORMAT, "command": command, "started": started.isoformat(timespec="seconds"), "seconds": seconds,
+        "interrupted": interrupted, "versions": versions(), "machine": where, **_inputs(plan, corpus, parameters),
+        "summary": [asdict(row) for row in rows], "records": [asdict(record) for record in records],
+    }  # fmt: skip
     from everybit_cli.compare.pictures import draw
 
-    draw(picture, records, reference=plan.reference, title=title)
+    # Results of a run that went to its end are not replaced by less.
+    name = "compare-interrupted" if interrupted else "compare"
+    wrote = keep_results(options.out, name, results, draw(records, reference=plan.reference, title=title))
     console.print()
     show(sheet(rows, reference=plan.reference, seeds=len(seeds), compiled=options.compile), console)
     if speeds := throughput(rows, options.batch * options.context):
@@ -100,18 +93,15 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
     if interrupted:
         done = f"step {steps} of {options.steps}, seeds {', '.join(map(str, seeds))}"
         console.print(f"Interrupted: this is what there was at {done}.", highlight=False)
-    console.print(f"\n{seconds:.0f} s. Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
+    console.print(f"\n{seconds:.0f} s. {wrote}", highlight=False, soft_wrap=True)
     return Results(results, INTERRUPTED if interrupted else 0)
 
 
 def title_of(optimizer: Chosen) -> str:
     """The optimizer's title, and the hyperparameters that are not its defaults."""
-    defaults = {name: one.default for name, one in optimizer.entry.arguments.items()}
-    other = {
-        name: value for name, value in optimizer.given.items() if name != "learning_rate" and value != defaults[name]
-    }
     listed = ", ".join(
-        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in other.items()
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in optimizer.others.items()
     )
     return optimizer.entry.title + (f" ({listed})" if listed else "")
 
@@ -119,21 +109,15 @@ def title_of(optimizer: Chosen) -> str:
 def _inputs(plan: Plan, corpus: Corpus, parameters: int) -> dict[str, Any]:
     """Return everything that the run depended on, so that it can be repeated."""
     return {
-        "options": asdict(plan.options),
-        "optimizer": plan.optimizer.described(),
-        "seeds": plan.seeds,
-        "reference": plan.reference,
+        "options": asdict(plan.options), "optimizer": plan.optimizer.described(), "seeds": plan.seeds, "reference": plan.reference,
         "policies": {name: policy_to_dict(policy) for name, policy in plan.policies.items()},
         "model": {"name": plan.options.model, **asdict(plan.size), "parameters": parameters},
         "corpus": {
-            "root": corpus.root,
-            "sha256": corpus.digest,
-            "training_files": corpus.training_files,
-            "training_bytes": len(corpus.training),
-            "held_out_files": corpus.held_out_files,
-            "held_out_bytes": len(corpus.held_out),
+            "root": corpus.root, "sha256": corpus.digest,
+            "training_files": corpus.training_files, "training_bytes": len(corpus.training),
+            "held_out_files": corpus.held_out_files, "held_out_bytes": len(corpus.held_out),
         },
-    }
+    }  # fmt: skip
 
 
 def about(corpus: Corpus) -> str:

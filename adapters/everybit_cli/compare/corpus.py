@@ -14,19 +14,9 @@ import torch
 from torch import Tensor
 
 # Excluded: other people's packages, tests, and tables written by programs (code pages, the text of help()).
-EXCLUDED_FOLDERS = frozenset(
-    {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "__pycache__",
-        "lib-dynload",
-        "encodings",
-        "pydoc_data",
-    }
-)
+EXCLUDED_FOLDERS = (
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload", "encodings", "pydoc_data",
+)  # fmt: skip
 # Differ from machine to machine: build settings.
 EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
 HELD_OUT_ONE_IN = 10
@@ -60,7 +50,9 @@ def source_files(root: Path) -> list[Path]:
     found = []
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
-        if not EXCLUDED_FOLDERS.intersection(parts) and not any(part.startswith(EXCLUDED_PREFIXES) for part in parts):
+        if not set(EXCLUDED_FOLDERS).intersection(parts) and not any(
+            part.startswith(EXCLUDED_PREFIXES) for part in parts
+        ):
             found.append(path)
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
@@ -88,14 +80,10 @@ def load_corpus(root: Path | None = None) -> Corpus:
             f"{root}: found {len(training)} source files to train on and {len(held_out)} to validate on; both are needed."
             " Some systems ship Python without its standard library's source."
         )
-    return Corpus(
-        training=_as_tensor(b"".join(training)),
-        held_out=_as_tensor(b"".join(held_out)),
-        training_files=len(training),
-        held_out_files=len(held_out),
-        root=str(root),
-        digest=hashlib.sha256(b"".join(training) + b"".join(held_out)).hexdigest(),
-    )
+    texts = [b"".join(training), b"".join(held_out)]
+    ours, theirs = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts)
+    digest = hashlib.sha256(b"".join(texts)).hexdigest()
+    return Corpus(ours, theirs, len(training), len(held_out), root=str(root), digest=digest)
 
 
 class Batches:
@@ -109,9 +97,7 @@ class Batches:
     """
 
     def __init__(self, text: Tensor, *, batch: int, context: int, seed: int) -> None:
-        self._text = text
-        self._batch = batch
-        self._context = context
+        self._text, self._batch, self._context = text, batch, context
         self._generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> Tensor:
@@ -132,7 +118,3 @@ def even_windows(text: Tensor, *, count: int, context: int) -> Tensor:
 
 def _windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
     return text[starts[:, None] + torch.arange(length)].long()
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

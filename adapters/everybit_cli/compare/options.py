@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +18,9 @@ from everybit_cli.machine import parsed_device
 from everybit_cli.optimizers import Chosen, named_optimizer, refusal, require_policies
 from everybit_cli.output import Output
 from everybit_cli.policies import named_policy
-from everybit_torch.hyperparameter_names import ARGUMENTS, core_names, spread
 
 DEFAULT_POLICIES = ("FP32", "MIXED_BF16", "PURE_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
-USUAL: Mapping[str, Mapping[str, float]] = {"adamw": {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}}
+USUAL: Mapping[str, Mapping[str, Any]] = {"adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1}}
 """Hyperparameters that are usual for models this small, where they are not the optimizer's defaults."""
 
 
@@ -41,7 +41,8 @@ class CompareOptions(Output):
     """Width and blocks: tiny 32 x 1, mini 128 x 2, small 256 x 4, medium 512 x 8, large 768 x 12 (OPT-125m's blocks)."""
 
     optimizer: str = "adamw"
-    """A name of everybit.optimizers(), with hyperparameters if they are wanted, such as sgd,momentum=0.9."""
+    """A name of everybit.optimizers(), with hyperparameters if they are wanted, such as sgd,momentum=0.9 or
+    adamw,betas=0.9:0.95,weight_decay=0.1, which are the defaults here. Norms do not decay."""
 
     policies: tuple[str, ...] = ()
     """Names of presets of everybit.policies, AMP (FP32 under torch.autocast), .toml, .json and .yaml files. The reference is FP32, or the
@@ -63,15 +64,6 @@ class CompareOptions(Output):
     # AdamW's of 1e-3 is usual for models this small. At the lower rates of large models and long runs, rounding loses more of the updates.
     lr: float | None = None
     """Highest learning rate, reached after a tenth of the steps; it then falls along a cosine to a tenth. Default: the optimizer's."""
-
-    betas: tuple[float, float] | None = None
-    """Decay rates of the optimizer's two averages. Default: the optimizer's; 0.9 and 0.95 of AdamW."""
-
-    eps: float | None = None
-    """The optimizer's eps. Default: the optimizer's."""
-
-    weight_decay: float | None = None
-    """Weight decay, of matrices only, not of norms. Default: the optimizer's; 0.1 of AdamW."""
 
     batch: int = 8
     """Windows of text per step."""
@@ -118,21 +110,8 @@ def optimizer_of(options: CompareOptions) -> Chosen:
     Raises:
         OptionError: The optimizer does not exist, or does not take an option.
     """
-    chosen = named_optimizer(options.optimizer)
-    for option in ("lr", "betas", "eps", "weight_decay"):
-        known, value = chosen.entry.arguments, getattr(options, option)
-        cores = core_names(option, ARGUMENTS, known)
-        if value is None:
-            usual = {name: number for name, number in USUAL.get(chosen.name, {}).items() if name in cores}
-            chosen = replace(chosen, given={**usual, **chosen.given})
-            continue
-        shown, flag = f"{value} with --optimizer {chosen.shown}", f"--{option.replace('_', '-')}"
-        if not all(core in known for core in cores) or len(cores) != (2 if isinstance(value, tuple) else 1):
-            raise OptionError(flag, shown, f"nothing, as {chosen.name} has {', '.join(known)}")
-        if any(core in chosen.given for core in cores):
-            raise OptionError(flag, shown, "either this option or the optimizer's hyperparameter")
-        chosen = chosen.with_hyperparameters(spread(option, value, cores), option=flag)
-    return chosen
+    chosen = named_optimizer(options.optimizer, usual=USUAL)
+    return chosen if options.lr is None else chosen.with_given({"lr": options.lr}, "--lr")
 
 
 def check(options: CompareOptions) -> Plan:
@@ -146,21 +125,15 @@ def check(options: CompareOptions) -> Plan:
     _require("--threads", options.threads, options.threads >= 0, "a whole number, at least 1, or 0 for torch's choice")
     if options.lr is not None:
         _require("--lr", options.lr, math.isfinite(options.lr) and options.lr > 0, "a finite number above 0")
-    for name in ("eps", "weight_decay", "clip"):
-        value = getattr(options, name)
-        if value is not None:
-            good = math.isfinite(value) and value >= 0
-            _require(f"--{name.replace('_', '-')}", value, good, "a finite number, at least 0")
-    if options.betas is not None:
-        _require("--betas", options.betas, all(0 <= beta < 1 for beta in options.betas), "two numbers in [0, 1)")
+    _require("--clip", options.clip, math.isfinite(options.clip) and options.clip >= 0, "a finite number, at least 0")
     optimizer = optimizer_of(options)
-    if optimizer.learning_rate is None:
-        raise OptionError(
-            "--lr", f"none with --optimizer {optimizer.shown}", "a learning rate, since it has no default"
-        )
+    lr = optimizer.algorithm.lr
+    _require(
+        "--lr", f"none with --optimizer {optimizer.shown}", lr is not None, "a learning rate, since it has no default"
+    )
     policies = _policies(options, optimizer)
     return Plan(
-        options=replace(options, lr=optimizer.learning_rate),
+        options=replace(options, lr=lr),
         optimizer=optimizer,
         size=SIZES[options.model],
         policies=policies,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 from everybit_cli.colours import OTHER_USE_COLOURS, POLICY_COLOURS, REFERENCE_COLOUR, USE_COLOURS
 from everybit_cli.compare.results import Record
-from everybit_cli.files import write_whole
 
 USE_NAMES = {"compensation": "compensation or main copy"}
 NEGLIGIBLE_BYTES = 0.05  # per parameter; a step counter, shared by all parameters
@@ -22,8 +20,8 @@ SMOOTHING_SHARE = 0.05  # of the steps, averaged into one point of a curve
 Curve = NDArray[np.float64]
 
 
-def draw(path: Path, records: Sequence[Record], *, reference: str, title: str) -> None:
-    """Draw all records into a PNG at ``path``, which is replaced whole."""
+def draw(records: Sequence[Record], *, reference: str, title: str) -> Figure:
+    """Draw all records."""
     figure = Figure(figsize=(13, 6.8), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=11, x=0.01, horizontalalignment="left")
     grid = figure.add_gridspec(2, 2, width_ratios=(1.45, 1), height_ratios=(1.35, 1))
@@ -35,7 +33,7 @@ def draw(path: Path, records: Sequence[Record], *, reference: str, title: str) -
     _draw_losses(upper, records, names, colours)
     _draw_differences(lower, records, names, colours, reference)
     _draw_bytes(figure.add_subplot(grid[:, 1]), records, names, colours)
-    write_whole(path, lambda file: figure.savefig(file, format="png"))
+    return figure
 
 
 def policy_colours(names: Sequence[str], reference: str) -> dict[str, str]:

@@ -25,18 +25,12 @@ def sheet(rows: Sequence[Summary], *, reference: str, seeds: int, compiled: bool
     headings = ("policy", "loss", difference, "lost\n%", "EDQ", "bytes\nmeasured", "bytes\npredicted", "step\nms")
     shown = Sheet(headings, caption=caption)
     for row in rows:
-        shown.rows.append(
-            (
-                row.policy,
-                f"{row.validation_loss:.4f}",
-                "" if row.policy == reference else _signed(row.difference, row.difference_spread),
-                _number(100 * row.lost_share, 1),
-                _number(row.edq, 3),
-                f"{row.bytes_measured:.2f}",
-                f"{row.bytes_predicted:.2f}",
-                _milliseconds(row.optimizer_milliseconds),
-            )
-        )
+        shown.rows.append((
+            row.policy, f"{row.validation_loss:.4f}",
+            "" if row.policy == reference else _signed(row.difference, row.difference_spread),
+            _number(100 * row.lost_share, 1), _number(row.edq, 3), f"{row.bytes_measured:.2f}", f"{row.bytes_predicted:.2f}",
+            _milliseconds(row.optimizer_milliseconds),
+        ))  # fmt: skip
     return shown
 
 

@@ -68,13 +68,9 @@ class Summary:
     """One policy, over all seeds. Spreads are sample standard deviations, None for a single seed.
 
     Attributes:
-        policy: Name.
         validation_loss: Mean of the finished models' losses, in nats per byte.
-        validation_spread: Over seeds.
         difference: Mean of (loss - the reference's loss from the same seed).
-        difference_spread: Over seeds.
-        lost_share: Share of the updates that were lost: mean over the measured steps of the second half.
-        edq: Effective descent quality: likewise.
+        lost_share: Share of the updates that were lost: mean over the measured steps of the second half. ``edq`` likewise.
         bytes_measured: Bytes per parameter, all uses.
         bytes_predicted: The same, from the policy alone.
         optimizer_milliseconds: Median of ``optimizer.step()``; None if no step was timed.
@@ -103,22 +99,15 @@ def summarize(records: Sequence[Record], reference: str) -> list[Summary]:
         final = [record.validation[-1].loss for record in own]
         differences = [record.validation[-1].loss - baseline[record.seed] for record in own]
         late = [probe for record in own for probe in record.probes if 2 * probe.step > len(record.losses)]
-        seconds = [second for record in own for second in record.optimizer_seconds]
-        rows.append(
-            Summary(
-                policy=name,
-                validation_loss=statistics.fmean(final),
-                validation_spread=_spread(final),
-                difference=statistics.fmean(differences),
-                difference_spread=_spread(differences),
-                lost_share=_mean(probe.lost_share for probe in late),
-                edq=_mean(probe.edq for probe in late),
-                bytes_measured=sum(own[0].bytes_measured.values()),
-                bytes_predicted=sum(own[0].bytes_predicted.values()),
-                optimizer_milliseconds=_median_milliseconds(seconds),
-                training_milliseconds=_median_milliseconds(s for record in own for s in record.training_seconds),
-            )
-        )
+        rows.append(Summary(
+            policy=name,
+            validation_loss=statistics.fmean(final), validation_spread=_spread(final),
+            difference=statistics.fmean(differences), difference_spread=_spread(differences),
+            lost_share=_mean(probe.lost_share for probe in late), edq=_mean(probe.edq for probe in late),
+            bytes_measured=sum(own[0].bytes_measured.values()), bytes_predicted=sum(own[0].bytes_predicted.values()),
+            optimizer_milliseconds=_median_milliseconds(s for record in own for s in record.optimizer_seconds),
+            training_milliseconds=_median_milliseconds(s for record in own for s in record.training_seconds),
+        ))  # fmt: skip
     return rows
 
 

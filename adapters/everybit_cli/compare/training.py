@@ -37,36 +37,25 @@ class Trainee:
     """
 
     def __init__(
-        self,
-        name: str,
-        policy: eb.Policy,
-        *,
-        size: ModelSize,
-        seed: int,
-        options: CompareOptions,
-        device: torch.device,
+        self, name: str, policy: eb.Policy, *, size: ModelSize, seed: int, options: CompareOptions, device: torch.device,
         autocast: bool = False,
-    ) -> None:
-        self.name = name
-        self.policy = policy
-        self.seed = seed
-        self._autocast = autocast
+    ) -> None:  # fmt: skip
+        self.name, self.seed, self._autocast = name, seed, autocast
         self.model = new_model(size, seed).to(device=device, dtype=getattr(torch, policy.model_dtype))
         # By name: some optimizers tell embeddings and the head from other matrices.
         named = dict(self.model.named_parameters())
         matrices = [(name, p) for name, p in named.items() if p.ndim > 1]
         gains = [(name, p) for name, p in named.items() if p.ndim <= 1]
         chosen = optimizer_of(options)
-        exempt = {"weight_decay": 0.0} if "weight_decay" in chosen.torch_names else {}
+        exempt = {"weight_decay": 0.0} if "weight_decay" in chosen.algorithm.hyperparameters() else {}
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, **exempt}]
-        self.optimizer = chosen.create(groups, policy=policy, compile=options.compile, seed=seed)
+        self.optimizer = chosen.algorithm.build(groups, policy=policy, compile=options.compile, seed=seed)
         self._averages = chosen.entry.has_evaluation_weights
-        self._predicted = _bytes_predicted(chosen.transform(), policy, dict([*matrices, *gains]))
+        self._predicted = _bytes_predicted(chosen.algorithm.transform(), policy, dict([*matrices, *gains]))
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_share(step, options.steps)
         )
-        self._steps = options.steps
-        self._clip = options.clip
+        self._steps, self._clip = options.steps, options.clip
         self._losses: list[float] = []
         self._validation: list[Point] = []
         self._probes: list[Probe] = []
@@ -117,16 +106,10 @@ class Trainee:
     def record(self) -> Record:
         """Return everything that was recorded so far."""
         return Record(
-            policy=self.name,
-            seed=self.seed,
-            losses=tuple(self._losses),
-            validation=tuple(self._validation),
-            probes=tuple(self._probes),
-            optimizer_seconds=tuple(self._seconds),
-            training_seconds=tuple(self._training_seconds),
-            bytes_measured=dict(self._bytes),
-            bytes_predicted=self._predicted,
-        )
+            policy=self.name, seed=self.seed, losses=tuple(self._losses), validation=tuple(self._validation),
+            probes=tuple(self._probes), optimizer_seconds=tuple(self._seconds), training_seconds=tuple(self._training_seconds),
+            bytes_measured=dict(self._bytes), bytes_predicted=self._predicted,
+        )  # fmt: skip
 
 
 def _bytes_predicted(
@@ -155,10 +138,5 @@ def learning_rate_share(step: int, steps: int) -> float:
 
 
 def _probe(step: int, metrics: eb.Metrics) -> Probe:
-    return Probe(
-        step=step,
-        lost_share=float(metrics.lost_share),
-        edq=float(metrics.edq),
-        update_norm=float(metrics.update_norm),
-        gradient_norm=float(metrics.gradient_norm),
-    )
+    found = (metrics.lost_share, metrics.edq, metrics.update_norm, metrics.gradient_norm)
+    return Probe(step, *map(float, found))

@@ -115,8 +115,8 @@ def reasons(choices: Sequence[Planned], best: Planned, budget: int, ranks: int, 
     elif optimizer.shown == "adamw":
         code = f"AdamW(model.parameters(), policy={written})"
     else:
-        given = "".join(f", {name}={value!r}" for name, value in optimizer.given_to_torch().items())
-        code = f"create({optimizer.name!r}, model, policy={written}{given})"
+        given = "".join(f", {name}={value!r}" for name, value in optimizer.given.items())
+        code = f"create({optimizer.entry.name!r}, model, policy={written}{given})"
     return [*said, f"As code: {code}"]
 
 

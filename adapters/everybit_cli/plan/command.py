@@ -19,10 +19,10 @@ from everybit_torch.planning.plan import Plan, plan
 from everybit_torch.sharded.options import StepperOptions
 from everybit_torch.sharded.strategies import Strategy
 
-FORMAT = 2  # of the JSON file. From 2 on it has the advice.
+FORMAT = 3  # of the JSON file. From 3 on hyperparameters have torch's names.
 
 
-def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
+def main(options: PlanOptions, console: Console, command: str) -> Results:
     """Plan, and show; write ``plan.json`` and ``plan.png`` if a folder is given.
 
     Raises:
@@ -64,13 +64,8 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
     if options.out is not None:
         from everybit_cli.plan.pictures import draw
 
-        keep_results(
-            options.out,
-            "plan",
-            results,
-            lambda picture: draw(picture, rows, title=title, budget=chosen.budget),
-            console,
-        )
+        where = keep_results(options.out, "plan", results, draw(rows, title=title, budget=chosen.budget))
+        console.print(where, highlight=False, soft_wrap=True)
     return Results(results, FAILED if chosen.budget is not None and best is None else 0)
 
 
@@ -97,7 +92,7 @@ def _planned(options: PlanOptions, chosen: Subject, name: str, strategy: Strateg
         outer = options.outer_strategy if strategy == "optim_grads_params" else "no_shard"
         settings = StepperOptions(policy=chosen.policies[name], strategy=strategy, outer=outer, units=chosen.units)
         return plan(
-            chosen.model, chosen.optimizer.transform(), settings, ranks=(options.outer, ranks), rank=rank,
+            chosen.model, chosen.optimizer.algorithm.transform(), settings, ranks=(options.outer, ranks), rank=rank,
             microbatches=options.microbatches, device=options.device,
         )  # fmt: skip
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from everybit_cli.colours import USE_COLOURS
-from everybit_cli.files import write_whole
 from everybit_cli.plan.advice import Planned
 from everybit_torch.sharded.strategies import Strategy
 
@@ -28,11 +26,10 @@ BUDGET = "budget"
 LINE = 0.05  # of the widest bar: below it a part is not labelled
 
 
-def draw(path: Path, rows: Sequence[Planned], *, title: str, budget: int | None = None) -> None:
-    """Draw a panel for each strategy, with an axis of its own and a bar for each policy, into a PNG at ``path``, which is replaced whole.
+def draw(rows: Sequence[Planned], *, title: str, budget: int | None = None) -> Figure:
+    """Draw a panel for each strategy, with an axis of its own and a bar for each policy.
 
     Args:
-        path: The path of the PNG.
         rows: The plans.
         title: Over it.
         budget: Bytes at which a line is drawn; None: no line.
@@ -53,7 +50,7 @@ def draw(path: Path, rows: Sequence[Planned], *, title: str, budget: int | None 
     figure.legend(
         [handles[use] for use in order], order, fontsize=8, loc="outside lower center", ncols=len(order), frameon=False
     )
-    write_whole(path, lambda file: figure.savefig(file, format="png"))
+    return figure
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Planned], strategy: Strategy) -> dict[str, Artist]:

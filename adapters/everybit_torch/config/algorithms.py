@@ -120,6 +120,7 @@ class AdamWConfig(Algorithm):
     Args:
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added outside the root.
+        amsgrad: Divide by the root of the largest second moment so far.
         fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself, not by ``lr * weight_decay``.
         max_learning_rate: The schedule's greatest value; only with ``fully_decoupled``.
     """
@@ -129,6 +130,7 @@ class AdamWConfig(Algorithm):
     weight_decay: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    amsgrad: bool = False
     fully_decoupled: bool = False
     max_learning_rate: float | None = None
 
@@ -140,12 +142,14 @@ class AdamConfig(Algorithm):
     Args:
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added outside the root.
+        amsgrad: Divide by the root of the largest second moment so far.
     """
 
     optimizer = drop_ins.Adam
     factory = staticmethod(eb.adam)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    amsgrad: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

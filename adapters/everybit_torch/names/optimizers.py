@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from everybit.optimizers import NamedOptimizer, optimizers
 from everybit.policies import PolicyName
+from everybit_torch.arguments import value_in
 from everybit_torch.drop_ins import CLASSES, for_model
 from everybit_torch.hyperparameter_names import torch_defaults
 from everybit_torch.optim import Params, TorchOptimizer
@@ -71,18 +70,13 @@ globals().update({kind.__name__: kind for kind in OPTIMIZERS.values()})  # where
 
 
 def value_of(where: str, text: str, default: object) -> Any:
-    """Return the value of a string: a number, ``true``, ``false``, ``none``, or numbers as in ``0.9:0.95``; ``default`` says which."""
-    found: Any = _WORDS.get(text.lower(), text)
+    """Return the value of a text, as :func:`~everybit_torch.arguments.value_in` reads it; ``default`` says of which kind."""
+    found = value_in(text)
     if isinstance(default, str) or where.endswith("policy"):
-        return found
-    with suppress(ValueError, SyntaxError):
-        found = ast.literal_eval(text.replace(":", ",")) if found is text else found
+        return text if found is not None else None
     kind: Any = type(default)
     fits = type(found) is kind or (kind in (float, type(None)) and type(found) in (int, float))
     if not fits or (isinstance(default, tuple) and len(found) != len(default)):
         accepted: dict[Any, str] = {bool: "true or false", tuple: "as many numbers as the default has, as in 0.9:0.95"}
         raise ValueError(f"{where}: got {text!r}; accepted is {accepted.get(kind, 'a number')}.")
     return float(found) if kind is float else found
-
-
-_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}

@@ -55,7 +55,7 @@ def test_a_run_prints_its_table_and_keeps_every_number(tmp_path: Path, capsys: p
 def test_another_optimizer_is_named_in_title_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--optimizer",
-        "lion,b2=0.98",
+        "lion,betas=0.9:0.98",
         "--lr",
         "3e-4",
         "--policies",
@@ -68,10 +68,10 @@ def test_another_optimizer_is_named_in_title_and_results(tmp_path: Path, capsys:
     data: dict[str, Any] = json.loads((tmp_path / "compare.json").read_text())
     assert data["optimizer"]["name"] == "lion"
     assert data["optimizer"]["link"] == "https://arxiv.org/abs/2302.06675"
-    assert data["optimizer"]["hyperparameters"]["b2"] == 0.98
+    assert data["optimizer"]["hyperparameters"]["betas"] == [0.9, 0.98]
     assert data["options"]["lr"] == 3e-4
     assert {row["policy"]: row["bytes_predicted"] for row in data["summary"]} == {"FP32": 12.0, "LEAN_BF16": 8.0}
-    assert capsys.readouterr().out.startswith("Lion (b2 0.98), ")
+    assert capsys.readouterr().out.startswith("Lion (betas (0.9, 0.98)), ")
 
 
 @pytest.mark.parametrize(

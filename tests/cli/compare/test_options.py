@@ -26,10 +26,7 @@ from everybit_torch.config import save_policy
         ({"threads": -1}, "--threads", "-1", "torch's choice"),
         ({"lr": float("nan")}, "--lr", "nan", "finite number above 0"),
         ({"lr": 0.0}, "--lr", "0.0", "finite number above 0"),
-        ({"eps": -1e-8}, "--eps", "-1e-08", "at least 0"),
-        ({"weight_decay": float("inf")}, "--weight-decay", "inf", "at least 0"),
         ({"clip": -1.0}, "--clip", "-1.0", "at least 0"),
-        ({"betas": (0.9, 1.0)}, "--betas", "(0.9, 1.0)", "in [0, 1)"),
         ({"seeds": 0}, "--seeds", "0", "at least 1"),
         ({"seed_list": (3, 3)}, "--seed-list", "3 3", "different whole numbers"),
         ({"seed_list": (3, -1)}, "--seed-list", "3 -1", "at least 0"),
@@ -40,13 +37,10 @@ from everybit_torch.config import save_policy
         ({"policies": ("KAHAN_BF61",)}, "--policies", "did you mean KAHAN_BF16?", "LEAN_BF16"),
         ({"policies": ("absent.toml",)}, "--policies", "absent.toml (no such file", "can be read"),
         # bfloat16's second moment does not fall at this rate; the optimizer knows, and its reason is passed on.
-        ({"policies": ("PURE_BF16",), "betas": (0.9, 0.999)}, "--policies", ": adamw refuses PURE_BF16: Policy.variance", "Split(8)"),
+        ({"policies": ("PURE_BF16",), "optimizer": "adamw,betas=0.9:0.999"}, "--policies", ": adamw refuses PURE_BF16: Pol", "Split(8)"),
         ({"optimizer": "adamww"}, "--optimizer", "did you mean adamw?", "lion"),
-        ({"optimizer": "sgd", "betas": (0.9, 0.95)}, "--betas", "(0.9, 0.95) with --optimizer sgd", "nothing, as sgd has learning_rate"),
-        ({"optimizer": "torch_adafactor", "eps": 1e-8}, "--eps", "1e-08 with --optimizer torch_adafactor", "nothing, as"),
-        ({"optimizer": "lamb,b1=0.8", "betas": (0.9, 0.95)}, "--betas", "with --optimizer lamb,b1=0.8", "either this option or"),
-        ({"optimizer": "lamb,learning_rate=1", "lr": 1.0}, "--lr", "1.0 with --optimizer lamb,learning_rate=1", "either this option or"),
-        ({"optimizer": "schedule_free_sgd,b1=2"}, "--optimizer", " schedule_free_sgd,b1=2: b1: got 2.0", "a finite number in [0, 1]"),
+        ({"optimizer": "lamb,lr=1", "lr": 1.0}, "--lr", "lr with --optimizer lamb,lr=1", "each hyperparameter once"),
+        ({"optimizer": "schedule_free_sgd,b1=2"}, "--optimizer", " schedule_free_sgd.b1: got 2.0", "a finite number in [0, 1]"),
         ({"optimizer": "lion", "policies": ("FP32", "PURE_BF16")}, "--policies", ": lion refuses PURE_BF16: Policy.mom", "Split(8)"),
     ],
 )  # fmt: skip
@@ -80,14 +74,14 @@ def test_the_defaults_are_fine() -> None:
 
 def test_an_optimizer_has_its_own_defaults_and_the_policies_that_it_accepts() -> None:
     adamw = check(CompareOptions())
-    assert adamw.optimizer.given == {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
+    assert adamw.optimizer.given == {"betas": (0.9, 0.95), "weight_decay": 0.1}
     assert adamw.options.lr == 1e-3
-    lion = check(CompareOptions(optimizer="lion", weight_decay=0.3))
+    lion = check(CompareOptions(optimizer="lion,weight_decay=0.3"))
     assert lion.optimizer.given == {"weight_decay": 0.3}
     assert lion.options.lr == 1e-4
     assert list(lion.policies) == ["FP32", "MIXED_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16"]
-    given = check(CompareOptions(optimizer="adamw,b2=0.9", lr=3e-3, eps=1e-6)).optimizer
-    assert given.given == {"b1": 0.9, "b2": 0.9, "learning_rate": 3e-3, "eps": 1e-6, "weight_decay": 0.1}
+    given = check(CompareOptions(optimizer="adamw,betas=0.9:0.9,eps=1e-6", lr=3e-3)).optimizer
+    assert given.given == {"betas": (0.9, 0.9), "lr": 3e-3, "eps": 1e-6, "weight_decay": 0.1}
 
 
 def test_seeds_are_counted_or_listed() -> None:

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import pytest
+from matplotlib.figure import Figure
 
 from everybit_cli.compare.results import Record, summarize
-from everybit_cli.files import plain, write_json, write_whole
+from everybit_cli.files import keep_results, plain
 
 MakeRecord = Callable[..., Record]
 
@@ -51,7 +51,7 @@ def test_metrics_are_the_second_halfs_and_time_is_a_median(make_record: MakeReco
 
 def test_json_holds_a_diverged_run_without_words_json_does_not_have(tmp_path: Path) -> None:
     data = {"losses": (1.5, float("nan"), float("inf")), "out": Path("runs"), "fine": True, "none": None}
-    write_json(tmp_path / "r.json", data)
+    assert keep_results(tmp_path, "r", data, Figure()) == f"Wrote {tmp_path / 'r.json'} and {tmp_path / 'r.png'}"
 
     def refuse(word: str) -> None:
         raise AssertionError(f"not JSON: {word}")
@@ -59,24 +59,3 @@ def test_json_holds_a_diverged_run_without_words_json_does_not_have(tmp_path: Pa
     read = json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse)
     assert read == {"losses": [1.5, None, None], "out": "runs", "fine": True, "none": None}
     assert plain((1, 2)) == [1, 2]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: type[BaseException]) -> None:
-    path = tmp_path / "r.json"
-    path.write_text("old")
-
-    def write(file: IO[bytes]) -> None:
-        file.write(b"half of the ne")
-        raise error
-
-    with pytest.raises(error):
-        write_whole(path, write)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_written_file_is_readable_as_any_other(tmp_path: Path) -> None:
-    (tmp_path / "usual").write_text("")
-    write_json(tmp_path / "r.json", {})
-    assert (tmp_path / "r.json").stat().st_mode == (tmp_path / "usual").stat().st_mode

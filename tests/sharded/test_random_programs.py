@@ -12,10 +12,10 @@ import everybit as eb
 from tests.support.random_programs import Outcome, Program, alone, drawn, elsewhere, on_ranks
 from tests.support.ranks import run
 
-TOGETHER = 16
+TOGETHER = 8
 """Programs that the same processes carry out one after the other."""
 
-GROUPS = 12
+GROUPS = 24
 """Groups of programs for each number of ranks; `make test` has the first, and `make exhaustive` all, 768 programs."""
 
 every_group = pytest.mark.parametrize(

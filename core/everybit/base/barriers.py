@@ -80,15 +80,18 @@ def sqrt(x: Tensor) -> Tensor:
 
     Eager torch takes it from a library that on some processors is wrong in the last bit for half a percent of all numbers (MKL's
     vector mathematics, measured on a Xeon with AVX-512); compiled code uses the processor's instruction, which is exact. Rounding the
-    library's float64 root to float32 is exact too: no root of a float32 lies within 2**-50 of a half-way case (of 25 bits, its square
-    would have 50), and the library is wrong by 2**-52. For float64 there is no wider dtype, so compiled code calls the library.
+    float64 root to float32 is exact too: no root of a float32 lies within 2**-51 of a half-way case (of 25 bits, its square would have
+    50), and the float64 root is wrong by less than 2**-51.4. For float64 there is no wider dtype, so compiled code calls the library.
     (A graph that is traced and then run by eager torch, ``backend="eager"``, has the library's float32 roots.)
     """
     if torch.compiler.is_compiling():
         return _sqrt(x) if x.dtype is torch.float64 else x.sqrt()
     if x.dtype is torch.float64 or x.device.type != "cpu":
         return x.sqrt()
-    return x.double().sqrt().to(x.dtype)
+    if torch.is_grad_enabled():
+        return x.double().sqrt().to(x.dtype)
+    # Three operations that are each rounded once, with the processor's instruction: half of the time of the library's root.
+    return x.double().rsqrt_().reciprocal_().to(x.dtype)
 
 
 def cos(x: Tensor) -> Tensor:

@@ -94,11 +94,10 @@ class Split(StateFormat, ParamFormat):
         if (self.value or unnamed(self)) == "float16":
             return self._cut_float16(x, key)
         kept = self._drop(x.view(torch.int32), 16 - self.bits, key)
-        # The upper half, half-way cases away from zero: then the difference always fits.
-        upper = (kept + 0x8000) & -0x10000
-        remainder = kept - upper if self.bits == 16 else (kept - upper) >> 8
+        # The upper half, half-way cases away from zero: then the difference always fits, and is the lower half, read as a signed number.
+        remainder = kept if self.bits == 16 else kept >> 8
         # Infinity leaves no remainder. That of NaN is arbitrary, and does not turn the quiet NaN into a number.
-        return rounding.upper_half(x, upper), self._as_integer(remainder)
+        return rounding.upper_half(rounding.with_nan_of(x, kept + 0x8000)), self._as_integer(remainder)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Put the bits together; where that gives NaN and the value is not, the remainder belongs to another value."""
@@ -108,8 +107,8 @@ class Split(StateFormat, ParamFormat):
     def _whole(self, value: Tensor, remainder: Tensor) -> Tensor:
         if (self.value or unnamed(self)) == "float16":
             return self._whole_float16(value, remainder)
-        whole = (value.view(torch.int32) + (remainder if self.bits == 16 else remainder << 8)).view(torch.float32)
-        return torch.where(whole != whole, value, whole)
+        remainder = remainder if self.bits == 16 else remainder << 8
+        return rounding.without_nan(value.view(torch.int32) + remainder, remainder).view(torch.float32)
 
     def resolution(self, compute: ComputeDType) -> float:
         """0 for ``Split(16)``, which is exact, and for stochastic rounding; else half a unit in the last of 24 bits."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from everybit_torch import AdamW, Audit, Gate, LayerAudit, LostUpdatesError
+from everybit_torch.audit.gate import Gates
 from tests.support import ranks
 
 
@@ -66,6 +67,23 @@ def test_it_stops_a_run_that_loses_updates() -> None:
     model = model_of()
     with pytest.raises(LostUpdatesError, match=r"Step 2: Updates are lost: .*\n(.*\n)+LEAN_BF16 would mend it"):
         watched(model, torch.optim.AdamW(model.parameters(), lr=1e-6), 9, after=2, stop=True)
+
+
+def test_training_that_begins_again_after_an_error_is_watched_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A callback is told when training begins and ends, and not that an error ended it."""
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    gates = Gates(after=1, stop=True)
+    for _ in range(2):
+        gates.begin(model, [optimizer], speaks=True)
+        backward(model, 0)
+        optimizer.step()
+        with pytest.raises(LostUpdatesError):
+            gates.step_ended()
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    gates.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_steps_that_are_skipped_are_named() -> None:

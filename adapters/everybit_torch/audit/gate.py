@@ -123,7 +123,8 @@ class Gates:
         self._gates: list[Gate] = []
 
     def begin(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], *, speaks: bool) -> None:
-        """Begin to watch. All ranks audit, and a rank that speaks prints reports."""
+        """Begin to watch. All ranks audit, and a rank that speaks prints reports. Gates of training that an error ended are removed."""
+        self.remove()
         say = print if speaks else _nothing
         self._gates = [
             Gate(model, one, after=self._after, every=self._every, stop=self._stop, say=say) for one in optimizers
@@ -138,6 +139,7 @@ class Gates:
         """Watch no further steps."""
         for gate in self._gates:
             gate.remove()
+        self._gates = []
 
 
 def _nothing(_: str) -> None:

@@ -28,6 +28,10 @@ class PrecisionGate(Gates, Callback):
             self._steps = trainer.global_step
             self.step_ended()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Watch no further steps."""
+        self.remove()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Watch no further steps."""
         self.remove()

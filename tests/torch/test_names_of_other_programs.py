@@ -14,7 +14,7 @@ from torch import nn
 
 import everybit as eb
 from everybit_torch.drop_ins.creating import CLASSES
-from everybit_torch.names.optimizers import OPTIMIZERS
+from everybit_torch.names.optimizers import OPTIMIZERS, value_of
 from everybit_torch.optim.optimizer import TorchOptimizer
 
 PAGE = (Path(__file__).parents[2] / "docs/ecosystem.md").read_text(encoding="utf-8")
@@ -87,3 +87,22 @@ def test_names_of_other_programs_stand_for_names_of_ours() -> None:
     rows = dict(re.findall(r"^\| `([\w]+)` \| `([\w]+)`", PAGE, re.MULTILINE))
     theirs = {**TRAINER_NAMES, **{their: name for their, (name, _) in TIMM_NAMES.items()}}
     assert rows == theirs, "docs/ecosystem.md has to list them all"
+
+
+@pytest.mark.parametrize(
+    ("text", "default", "value"),
+    [
+        ("1", 0.5, 1.0), ("1e-3", None, 1e-3), ("none", None, None), ("true", False, True), ("3", 1, 3),
+        ("0.9:0.95", (0.9, 0.999), (0.9, 0.95)), ("auto", "auto", "auto"), ("False", "auto", False), ("5", "cubic", "5"), ("none", "cubic", None),
+        ("yes", False, "accepted is true or false"), ("1", False, "accepted is true or false"), ("x", 0.5, "accepted is a number"),
+        ("0.9", (0.9, 0.999), "as many numbers as the default has"), ("0.9:0.9:0.9", (0.9, 0.999), "as many numbers"),
+        ("0.5", 1, "a number"),
+    ],
+)  # fmt: skip
+def test_a_text_is_read_as_the_default_is(text: str, default: Any, value: Any) -> None:
+    if isinstance(value, str) and value != text:
+        with pytest.raises(ValueError, match=rf"^where: got '{text}'; .*{value}"):
+            value_of("where", text, default)
+        return
+    found = value_of("where", text, default)
+    assert (type(found), found) == (type(value), value)

@@ -73,7 +73,7 @@ def value_of(where: str, text: str, default: object) -> Any:
     """Return the value of a text, as :func:`~everybit_torch.arguments.value_in` reads it; ``default`` says of which kind."""
     found = value_in(text)
     if isinstance(default, str) or where.endswith("policy"):
-        return text if found is not None else None
+        return found if found is None or isinstance(found, bool) else text
     kind: Any = type(default)
     fits = type(found) is kind or (kind in (float, type(None)) and type(found) in (int, float))
     if not fits or (isinstance(default, tuple) and len(found) != len(default)):

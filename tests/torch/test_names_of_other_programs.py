@@ -93,7 +93,8 @@ def test_names_of_other_programs_stand_for_names_of_ours() -> None:
     ("text", "default", "value"),
     [
         ("1", 0.5, 1.0), ("1e-3", None, 1e-3), ("none", None, None), ("true", False, True), ("3", 1, 3),
-        ("0.9:0.95", (0.9, 0.999), (0.9, 0.95)), ("auto", "auto", "auto"), ("False", "auto", False), ("5", "cubic", "5"), ("none", "cubic", None),
+        ("0.9:0.95", (0.9, 0.999), (0.9, 0.95)), ("auto", "auto", "auto"), ("False", "auto", False),
+        ("5", "cubic", "5"), ("none", "cubic", None),
         ("yes", False, "accepted is true or false"), ("1", False, "accepted is true or false"), ("x", 0.5, "accepted is a number"),
         ("0.9", (0.9, 0.999), "as many numbers as the default has"), ("0.9:0.9:0.9", (0.9, 0.999), "as many numbers"),
         ("0.5", 1, "a number"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -304,8 +305,20 @@ def test_compiled_steps_are_the_same_and_are_not_compiled_again(name: str, recwa
     assert [str(one.message) for one in recwarn if "uncompiled" in str(one.message)] == []
 
 
-def from_rank_on(lr: float, least: int) -> Any:
+@dataclass(frozen=True)
+class FromRankOn:
+    least: float
+
+    def __call__(self, path: str, parameter: Tensor) -> bool:
+        return parameter.ndim >= self.least
+
+
+def by_function(lr: float, least: float) -> Any:
     return eb.adamw(lr, weight_decay=0.5, mask=lambda path, p: p.ndim >= least)
+
+
+def by_object(lr: float, least: float) -> Any:
+    return eb.adamw(lr, weight_decay=0.5, mask=FromRankOn(least))
 
 
 def stepped(optimizer: TorchOptimizer) -> TorchOptimizer:
@@ -316,11 +329,12 @@ def stepped(optimizer: TorchOptimizer) -> TorchOptimizer:
     return optimizer
 
 
-def test_hyperparameters_that_change_a_mask_are_refused_and_others_go_on() -> None:
+@pytest.mark.parametrize("factory", [by_function, by_object])
+def test_hyperparameters_that_change_a_mask_are_refused_and_others_go_on(factory: Any) -> None:
     model = Small()
-    optimizer = stepped(TorchOptimizer(model.named_parameters(), from_rank_on, lr=0.1, least=2))
+    optimizer = stepped(TorchOptimizer(model.named_parameters(), factory, lr=0.1, least=2))
     (group,) = optimizer.param_groups
-    other = TorchOptimizer(Small().named_parameters(), from_rank_on, lr=0.1, least=1)
+    other = TorchOptimizer(Small().named_parameters(), factory, lr=0.1, least=1)
     with pytest.raises(ValueError, match=r"param group 0, parameter 1: masks .* as \(True,\) .* as \(False,\)"):
         stepped(other).load_state_dict(optimizer.state_dict())
     before = [p.detach().clone() for p in model.parameters()]

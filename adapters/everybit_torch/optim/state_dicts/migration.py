@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -75,7 +75,9 @@ def skeleton(transform: Any, *, numbers: bool = False) -> Any:
             return part.__func__.__code__, id(part.__self__)
         if isinstance(part, partial):
             return of(part.func), of(part.args), of(part.keywords)
-        return type(part) if is_dataclass(part) else id(part)
+        if not is_dataclass(part) or isinstance(part, type):
+            return id(part)
+        return type(part), tuple(of(getattr(part, field.name)) for field in fields(part) if numbers)
 
     return of(transform)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,14 +47,16 @@ def as_json(data: dict[str, Any]) -> str:
     return json.dumps(plain(data), indent=1, allow_nan=False) + "\n"
 
 
-def keep_results(folder: Path, name: str, data: dict[str, Any], picture: Figure) -> str:
-    """Write results as JSON and as a picture into a folder, and return a sentence that says where they are.
+def keep_results(folder: Path, name: str, data: dict[str, Any], draw: Callable[[], Figure]) -> str:
+    """Write results as JSON, then as a picture, into a folder, and return a sentence that says where they are.
+
+    Numbers are on the disk before the picture is drawn, so that an error in drawing does not lose them.
 
     Args:
         folder: Is there.
         name: The names of the files, without their endings.
         data: The results.
-        picture: Drawn.
+        draw: Draws the picture.
     """
     numbers, image = folder / f"{name}.json", folder / f"{name}.png"
     text = as_json(data)
@@ -62,5 +65,6 @@ def keep_results(folder: Path, name: str, data: dict[str, Any], picture: Figure)
         partial.write_text(text, encoding="utf-8")
 
     replace_file(numbers, write)
+    picture = draw()
     replace_file(image, lambda partial: picture.savefig(partial, format="png"))
     return f"Wrote {numbers} and {image}"

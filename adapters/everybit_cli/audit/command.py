@@ -83,7 +83,7 @@ def main(options: AuditOptions, console: Console, command: str) -> Results:
     if options.out is not None:
         from everybit_cli.audit.pictures import draw
 
-        where = keep_results(options.out, "audit", results, draw(layers, title=title))
+        where = keep_results(options.out, "audit", results, lambda: draw(layers, title=title))
         console.print(where, highlight=False, soft_wrap=True)
     return Results(results, FAILED if found.findings else 0)
 
@@ -92,24 +92,23 @@ def _layers(options: AuditOptions) -> list[LayerAudit]:
     """Read an audit, or audit a checkpoint."""
     path = options.path
     policy = None if options.policy is None else named_policy(options.policy, "--policy")[1]
-    keys = ("optimizer", "policy", "model_key", "optimizer_key")
-    given = {name: getattr(options, name) for name in keys if getattr(options, name) is not None}
+    names = ("optimizer", "policy", "model_key", "optimizer_key")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    is_checkpoint = zipfile.is_zipfile(path)
+    if given and not is_checkpoint:
+        raise OptionError(", ".join(given), f"given for {path}, which is no checkpoint", "a checkpoint for the path")
     try:
-        if not zipfile.is_zipfile(path) and not given:
+        if not is_checkpoint:
             return load_audit(path)
-        if not zipfile.is_zipfile(path):
-            listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise OptionError(listed, f"given for {path}, which is no checkpoint", "a checkpoint for the path")
-        try:
-            return audit_checkpoint(path, **{**given, "policy": policy})
-        except ValueError as error:
-            raise OptionError.saying(error) from None
+        return audit_checkpoint(
+            path, optimizer=options.optimizer, policy=policy, model_key=options.model_key, optimizer_key=options.optimizer_key
+        )  # fmt: skip
     except OSError as error:
         what = (error.strerror or str(error).removeprefix(f"{path}: ")).lower()
         raise OptionError("path", f"{path} ({what})", "a file that can be read") from None
     except (TypeError, ValueError) as error:
-        if isinstance(error, OptionError):
-            raise
+        if is_checkpoint and isinstance(error, ValueError):
+            raise OptionError.saying(error) from None
         what = " ".join(str(error).partition("; accepted")[0].removeprefix(f"{path}: ").removeprefix("got ").split())
         raise OptionError("path", f"{path}: {what}", "what Audit.save wrote, or a checkpoint") from None
 
@@ -125,8 +124,7 @@ def _sheet(layers: Sequence[LayerAudit], rows: int) -> Sheet:
     sheet = Sheet(("parameter", "elements", "step", "lost\n%", "float32\n%", "EDQ", "frozen\n%"), caption=caption)
     for layer in shown[: rows or None]:
         frozen = max(layer.frozen.values(), default=None)
-        figures = (layer.lost_share, layer.mended_lost_share)
-        lost, mended = (f"{100 * share:.1f}" for share in figures)
+        lost, mended = f"{100 * layer.lost_share:.1f}", f"{100 * layer.mended_lost_share:.1f}"
         stuck = "" if frozen is None else f"{100 * frozen:.1f}"
         sheet.rows.append((layer.name, f"{layer.elements:,}", str(layer.step), lost, mended, f"{layer.edq:.3f}", stuck))
     return sheet

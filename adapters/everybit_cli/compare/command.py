@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -22,6 +22,9 @@ from everybit_cli.machine import machine, threads, versions
 from everybit_cli.optimizers import Chosen, show_routing
 from everybit_cli.output import Results, counted, show
 from everybit_torch.config import policy_to_dict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMAT = 3  # of the JSON file. From 3 on hyperparameters have torch's names.
 FEW_STEPS = 100
@@ -75,11 +78,15 @@ def main(options: CompareOptions, console: Console, command: str) -> Results:
         "interrupted": interrupted, "versions": versions(), "machine": where, **_inputs(plan, corpus, parameters),
         "summary": [asdict(row) for row in rows], "records": [asdict(record) for record in records],
     }  # fmt: skip
-    from everybit_cli.compare.pictures import draw
+
+    def picture() -> Figure:
+        from everybit_cli.compare.pictures import draw
+
+        return draw(records, reference=plan.reference, title=title)
 
     # Results of a run that went to its end are not replaced by less.
     name = "compare-interrupted" if interrupted else "compare"
-    wrote = keep_results(options.out, name, results, draw(records, reference=plan.reference, title=title))
+    wrote = keep_results(options.out, name, results, picture)
     console.print()
     show(sheet(rows, reference=plan.reference, seeds=len(seeds), compiled=options.compile), console)
     if speeds := throughput(rows, options.batch * options.context):

@@ -64,7 +64,7 @@ def main(options: PlanOptions, console: Console, command: str) -> Results:
     if options.out is not None:
         from everybit_cli.plan.pictures import draw
 
-        where = keep_results(options.out, "plan", results, draw(rows, title=title, budget=chosen.budget))
+        where = keep_results(options.out, "plan", results, lambda: draw(rows, title=title, budget=chosen.budget))
         console.print(where, highlight=False, soft_wrap=True)
     return Results(results, FAILED if chosen.budget is not None and best is None else 0)
 

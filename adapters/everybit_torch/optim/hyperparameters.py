@@ -70,17 +70,17 @@ def require_same_decisions(
         before, after = choices(group.optimizers[dtype].transform), choices(new.transform)
         if skeleton(before, numbers=True) == skeleton(after, numbers=True):
             continue
-        known = {
-            id(p): (p, one.decision) for one in parameters.stepped if one.group is group for p in one.of.parameters
-        } | {id(one.parameter): (one.parameter, one.decision) for one in parameters.visited() if one.group is group}
-        had = [(p, decision) for p, decision in known.values() if p.dtype is dtype and decision is not None]
+        known = [(p, one.decision) for one in parameters.stepped if one.group is group for p in one.of.parameters]
+        known += [(one.parameter, one.decision) for one in parameters.visited() if one.group is group]
+        had = [(p, decision) for p, decision in known if p.dtype is dtype]
         for (p, decision), now in zip(had, decide(new, tree_of(values), [p for p, _ in had]), strict=True):
-            if decision is not None and (now is None or now.choices != decision.choices):
+            was, will = (one.choices if one is not None else () for one in (decision, now))
+            if was != will:
                 place = next(place for place, one in enumerate(values["params"]) if one is p)
                 raise ValueError(
-                    f"param group {group.number}, parameter {place}: masks and labels came out as {decision.choices} at the first step, and"
-                    f" with these hyperparameters as {now.choices if now else ()}; accepted are values that change none. Make a new"
-                    " optimizer, and carry the state over with full_state_dict()."
+                    f"param group {group.number}, parameter {place}: masks and labels came out as {was} at the first step, and with these"
+                    f" hyperparameters as {will}; accepted are values that change none. Make a new optimizer, and carry the state over with"
+                    " full_state_dict()."
                 )
 
 

@@ -28,7 +28,7 @@ def size_of_png(path: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("steps", [1, 2, 40])
 def test_a_run_of_any_length_is_drawn(steps: int, make_record: MakeRecord, tmp_path: Path) -> None:
     records = [make_record(name, seed, steps=steps) for seed in (0, 1) for name in ("FP32", "LEAN_BF16")]
-    keep_results(tmp_path, "p", {}, draw(records, reference="FP32", title="title"))
+    keep_results(tmp_path, "p", {}, lambda: draw(records, reference="FP32", title="title"))
     assert size_of_png(tmp_path / "p.png") == (1950, 1020)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "p.json", tmp_path / "p.png"]
 
@@ -41,7 +41,7 @@ def test_a_diverged_run_and_an_unheard_of_slot_are_drawn_too(make_record: MakeRe
         validation=(Point(20, float("inf")), Point(40, float("nan"))),
         bytes_measured=bad.bytes_measured | {"trace": 4.0, "counters": 1e-5},
     )
-    keep_results(tmp_path, "p", {}, draw([good, bad], reference="FP32", title="title"))
+    keep_results(tmp_path, "p", {}, lambda: draw([good, bad], reference="FP32", title="title"))
     assert size_of_png(tmp_path / "p.png") == (1950, 1020)
 
 

@@ -51,7 +51,7 @@ def test_metrics_are_the_second_halfs_and_time_is_a_median(make_record: MakeReco
 
 def test_json_holds_a_diverged_run_without_words_json_does_not_have(tmp_path: Path) -> None:
     data = {"losses": (1.5, float("nan"), float("inf")), "out": Path("runs"), "fine": True, "none": None}
-    assert keep_results(tmp_path, "r", data, Figure()) == f"Wrote {tmp_path / 'r.json'} and {tmp_path / 'r.png'}"
+    assert keep_results(tmp_path, "r", data, Figure) == f"Wrote {tmp_path / 'r.json'} and {tmp_path / 'r.png'}"
 
     def refuse(word: str) -> None:
         raise AssertionError(f"not JSON: {word}")
@@ -59,3 +59,13 @@ def test_json_holds_a_diverged_run_without_words_json_does_not_have(tmp_path: Pa
     read = json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse)
     assert read == {"losses": [1.5, None, None], "out": "runs", "fine": True, "none": None}
     assert plain((1, 2)) == [1, 2]
+
+
+def test_numbers_are_kept_if_the_picture_cannot_be_drawn(tmp_path: Path) -> None:
+    def broken() -> Figure:
+        raise RuntimeError("no font")
+
+    with pytest.raises(RuntimeError, match="no font"):
+        keep_results(tmp_path, "r", {"losses": [1.5]}, broken)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    assert json.loads((tmp_path / "r.json").read_text()) == {"losses": [1.5]}

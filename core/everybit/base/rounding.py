@@ -108,23 +108,17 @@ def upper_half(bits: Tensor) -> Tensor:
 
 
 def with_nan_of(x: Tensor, bits: Tensor) -> Tensor:
-    """Set all ``bits``, those of float32 numbers, where ``x`` is NaN: a quiet NaN in either half. They are overwritten.
+    """Set all ``bits``, those of float32 numbers, where ``x`` is NaN: a quiet NaN in either half. They are overwritten."""
+    return bits.bitwise_or_(nan_mask(x))
+
+
+def nan_mask(x: Tensor) -> Tensor:
+    """-1 where ``x``, a float32 tensor, is NaN, else 0: int32, in memory of its own.
 
     Eager torch takes as long for a comparison and a ``where`` as for eight operations on integers; compiled code takes less.
     """
-    return torch.where(x != x, -1, bits) if torch.compiler.is_compiling() else bits.bitwise_or_(_nan_mask(x))
-
-
-def without_nan(bits: Tensor, added: Tensor) -> Tensor:
-    """Take back from float32 ``bits`` what was ``added`` to them where they are NaN now. They are overwritten."""
     if torch.compiler.is_compiling():
-        x = bits.view(torch.float32)
-        return torch.where(x != x, bits - added, bits)
-    return bits.sub_(_nan_mask(bits.view(torch.float32)).bitwise_and_(added))
-
-
-def _nan_mask(x: Tensor) -> Tensor:
-    """-1 where ``x``, a float32 tensor, is NaN, else 0: int32, in memory of its own."""
+        return (x != x).to(torch.int32).neg()
     return (x.view(torch.int32) & 0x7FFFFFFF).neg_().add_(0x7F800000).bitwise_right_shift_(31)
 
 

@@ -108,7 +108,8 @@ class Split(StateFormat, ParamFormat):
         if (self.value or unnamed(self)) == "float16":
             return self._whole_float16(value, remainder)
         remainder = remainder if self.bits == 16 else remainder << 8
-        return rounding.without_nan(value.view(torch.int32) + remainder, remainder).view(torch.float32)
+        whole = value.view(torch.int32) + remainder
+        return whole.sub_(rounding.nan_mask(whole.view(torch.float32)).bitwise_and_(remainder)).view(torch.float32)
 
     def resolution(self, compute: ComputeDType) -> float:
         """0 for ``Split(16)``, which is exact, and for stochastic rounding; else half a unit in the last of 24 bits."""

@@ -127,13 +127,9 @@ def check(options: CompareOptions) -> Plan:
         _require("--lr", options.lr, math.isfinite(options.lr) and options.lr > 0, "a finite number above 0")
     _require("--clip", options.clip, math.isfinite(options.clip) and options.clip >= 0, "a finite number, at least 0")
     optimizer = optimizer_of(options)
-    lr = optimizer.algorithm.lr
-    _require(
-        "--lr", f"none with --optimizer {optimizer.shown}", lr is not None, "a learning rate, since it has no default"
-    )
     policies = _policies(options, optimizer)
     return Plan(
-        options=replace(options, lr=lr),
+        options=replace(options, lr=optimizer.algorithm.lr),
         optimizer=optimizer,
         size=SIZES[options.model],
         policies=policies,

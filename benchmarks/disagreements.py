@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,14 +53,19 @@ def _averaged(transform: eb.Transform[Any]) -> eb.Transform[Any]:
 
 def _muon(**options: Any) -> Any:
     """Muon whose iteration is in float64, where nothing else is asked: what differs is then the option alone."""
-    make: Any = eb.muon
-    return make(RATE, **({"arithmetic": "float64"} | options))
+    return _in_float64(eb.muon, options)
 
 
 def _normuon(**options: Any) -> Any:
     """NorMuon, likewise."""
-    make: Any = eb.normuon
-    return make(RATE, **({"arithmetic": "float64"} | options))
+    return _in_float64(eb.normuon, options)
+
+
+def _in_float64(make: Any, options: dict[str, Any]) -> Any:
+    of_iteration = {one.name for one in fields(eb.NewtonSchulz)}
+    iteration = {"arithmetic": "float64"} | {key: options[key] for key in options if key in of_iteration}
+    others = {key: options[key] for key in options if key not in of_iteration}
+    return make(RATE, iteration=eb.NewtonSchulz(**iteration), **others)
 
 
 def _halves(path: str, parameter: Tensor) -> str:  # noqa: ARG001  # what labels are called with
@@ -451,7 +457,7 @@ DISAGREEMENTS = (
     Disagreement(
         "Muon",
         "By which polynomials?",
-        "`coefficients`, `steps`",
+        "`iteration`: `coefficients`, `steps`",
         (
             Answer("Keller Jordan's, five times", "torch, optax, Moonlight", _muon()),
             Answer("Polar Express, of five steps", "Dion, nanochat", _muon(coefficients="polar_express")),
@@ -462,7 +468,7 @@ DISAGREEMENTS = (
     Disagreement(
         "Muon",
         "What is a matrix divided by?",
-        "`normalization`",
+        "`iteration`: `normalization`",
         (
             Answer("its norm", "torch, Keller Jordan, Dion", _muon()),
             Answer("1.01 times its norm", "nanochat, modded-nanogpt", _muon(normalization="polar_express")),
@@ -472,7 +478,7 @@ DISAGREEMENTS = (
     Disagreement(
         "Muon",
         "In which dtype is the iteration?",
-        "`arithmetic`",
+        "`iteration`: `arithmetic`",
         (
             Answer("bfloat16", "torch, Keller Jordan, Dion, Moonlight", _muon(arithmetic="bfloat16")),
             Answer("float32", "optax, Emerging-Optimizers", _muon(arithmetic="float32")),
@@ -547,10 +553,14 @@ DISAGREEMENTS = (
     Disagreement(
         "NorMuon",
         "Is the bias of the mean squares corrected?",
-        "`debias`",
+        "`after`: `scale_by_normuon(debias=)`",
         (
             Answer("no", "its authors, Dion", _normuon()),
-            Answer("yes, which the norm takes out again", "Dion at first", _normuon(debias=True)),
+            Answer(
+                "yes, which the norm takes out again",
+                "Dion at first",
+                _muon(after=partial(eb.scale_by_normuon, debias=True), weight_decay=0.0),
+            ),
         ),
         MATRICES,
     ),
@@ -666,8 +676,8 @@ DISAGREEMENTS = (
         "`graft`",
         (
             Answer("Adam's", "Meta's option", eb.shampoo(RATE)),
-            Answer("RMSprop's", "Anil et al.'s option", eb.shampoo(RATE, graft="rmsprop")),
-            Answer("their own", "paper, pytorch_optimizer's `Shampoo`", eb.shampoo(RATE, graft="none")),
+            Answer("RMSprop's", "Anil et al.'s option", eb.shampoo(RATE, graft=eb.Grafting(of="rmsprop"))),
+            Answer("their own", "paper, pytorch_optimizer's `Shampoo`", eb.shampoo(RATE, graft=eb.Grafting(of="none"))),
         ),
         MATRICES,
     ),

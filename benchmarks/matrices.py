@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from case_process import run_case
-from everybit.linalg import Arithmetic, orthogonalized, triples
+from everybit.linalg import Arithmetic
 from everybit_torch import TorchOptimizer
 from machine import describe
 from memory import allocated_by
@@ -89,7 +89,9 @@ class PlainMuon(torch.optim.Optimizer):
 
 def muon(learning_rate: eb.Hyperparameter, batching: Literal["alone", "together"] = "alone") -> eb.Transform[Any]:
     """Torch's Muon in everybit, of matrices alone."""
-    return eb.muon(learning_rate, momentum=MOMENTUM, weight_decay=DECAY, batching=batching, others=None)
+    return eb.muon(
+        learning_rate, momentum=MOMENTUM, weight_decay=DECAY, iteration=eb.NewtonSchulz(batching=batching), others=None
+    )
 
 
 @dataclass(frozen=True)
@@ -191,10 +193,9 @@ def _measure_iterations(result: Result, case: Case, seconds: float) -> None:
     count, rows, columns = map(int, case.name.split(" x "))
     batch = torch.randn(count, rows, columns, generator=torch.Generator().manual_seed(0))
     result.elements = batch.numel()
-    coefficients = triples("quintic", 5)
 
     def iterate(batching: Literal["alone", "together"]) -> Tensor:
-        return orthogonalized(batch, coefficients, arithmetic=case.arithmetic, batching=batching)
+        return eb.NewtonSchulz(arithmetic=case.arithmetic, batching=batching).orthogonalized(batch)
 
     result.same_bits = torch.equal(iterate("alone"), iterate("together"))
     _take_turns(result, {one: lambda one=one: iterate(one) for one in BATCHINGS}, seconds)  # type: ignore[misc]

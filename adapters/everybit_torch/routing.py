@@ -50,7 +50,7 @@ def routing(optimizer: TorchOptimizer | Labelled) -> str:
 
     Raises:
         TypeError: Something else.
-        ValueError: A label, such as a pattern of ``views`` of :func:`everybit.muon`, that no parameter has; a parameter that cannot be
+        ValueError: A label, such as a pattern of :class:`everybit.Matrices`, that no parameter has; a parameter that cannot be
             seen as the matrices that the transform needs.
 
     Examples:

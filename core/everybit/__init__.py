@@ -59,9 +59,20 @@ from everybit.formats import (
     StateFormat,
     Stochastic,
 )
-from everybit.linalg import Kronecker, MatrixView, Projection, batched, flattened, heads, matrix, row_blocks
+from everybit.linalg import (
+    Kronecker,
+    MatrixView,
+    NewtonSchulz,
+    Projection,
+    batched,
+    flattened,
+    heads,
+    matrix,
+    row_blocks,
+)
 from everybit.optimizers import (
     HiddenMatrices,
+    Matrices,
     NamedOptimizer,
     OptimizerName,
     adabelief,
@@ -161,6 +172,7 @@ from everybit.stepping import (
 )
 from everybit.transforms import (
     AdamMiniBlocks,
+    Grafting,
     MatrixWise,
     add_cautious_decay,
     add_corrected_decay,
@@ -236,15 +248,15 @@ from everybit.transforms import (
 __version__ = "0.3.0.dev0"
 
 __all__ = [
-    "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
-    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "MatrixWise", "Max", "Metrics",
-    "NamedOptimizer", "Nearest", "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Pending", "Policy",
-    "PolicyName", "Projection", "Request", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Sum",
-    "SumOfSquares", "Transform", "WholeTensors", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2",
-    "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix",
-    "adopt", "amplify_slow_gradients", "apollo", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent",
-    "batched", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip",
-    "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule",
+    "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Grafting", "HiddenMatrices",
+    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "Matrices", "MatrixView", "MatrixWise", "Max", "Metrics",
+    "NamedOptimizer", "Nearest", "NewtonSchulz", "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Pending",
+    "Policy", "PolicyName", "Projection", "Request", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic",
+    "Sum", "SumOfSquares", "Transform", "WholeTensors", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam",
+    "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise",
+    "ademamix", "adopt", "amplify_slow_gradients", "apollo", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights",
+    "averaged_descent", "batched", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize",
+    "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule",
     "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "dion", "ema_nesterov", "equalize",
     "exponential_decay_schedule", "flattened", "freezable", "freeze", "fulfil", "galore", "heads", "identity", "inject_hyperparameters",
     "inverse_sqrt_schedule", "join_schedules", "keep_wide", "kron", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
@@ -256,12 +268,12 @@ __all__ = [
     "running_mean", "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2",
     "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_apollo", "scale_by_belief",
     "scale_by_came", "scale_by_dion", "scale_by_factored_rms", "scale_by_kron", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion",
-    "scale_by_nadam", "scale_by_normuon", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop",
-    "scale_by_running_square", "scale_by_shampoo", "scale_by_shape", "scale_by_sign", "scale_by_sm3", "scale_by_soap",
+    "scale_by_nadam", "scale_by_normuon", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms",
+    "scale_by_rprop", "scale_by_running_square", "scale_by_shampoo", "scale_by_shape", "scale_by_sign", "scale_by_sm3", "scale_by_soap",
     "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw",
     "schedule_free_radam", "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "sm3",
-    "soap", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay",
-    "then", "tiger", "torch_adafactor", "torch_muon", "trace", "tree", "unfreeze", "warmup_constant_schedule",
+    "soap", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights",
+    "subtract_relative_decay", "then", "tiger", "torch_adafactor", "torch_muon", "trace", "tree", "unfreeze", "warmup_constant_schedule",
     "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
     "yogi", "zero_nans",
 ]  # fmt: skip

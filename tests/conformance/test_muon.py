@@ -34,7 +34,7 @@ def optaxs(**options: Any) -> Any:
 
 def test_optax_muon_is_followed(noted: Noted) -> None:
     oracle = theirs_of_optax(optaxs(nesterov=False), SHAPES)
-    tx = eb.muon(schedule, arithmetic="float64", nesterov=False, eps=1e-30, scale=exchanged)
+    tx = eb.muon(schedule, iteration=eb.NewtonSchulz(arithmetic="float64", eps=1e-30), nesterov=False, scale=exchanged)
     apart = deviation(ours(tx, shapes=SHAPES), oracle)
     noted("optax", "muon", apart)
     assert apart <= ROUNDING
@@ -43,7 +43,7 @@ def test_optax_muon_is_followed(noted: Noted) -> None:
 @pytest.mark.parametrize("average", [True, False])
 def test_its_nesterov_momentum_is_another(average: bool) -> None:
     oracle = theirs_of_optax(optaxs(nesterov=True), SHAPES)
-    tx = eb.muon(schedule, arithmetic="float64", average=average, eps=1e-30, scale=exchanged)
+    tx = eb.muon(schedule, iteration=eb.NewtonSchulz(arithmetic="float64", eps=1e-30), average=average, scale=exchanged)
     assert deviation(ours(tx, shapes=SHAPES), oracle) > 1e-4
 
 

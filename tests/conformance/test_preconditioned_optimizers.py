@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +26,7 @@ SOAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"precondition_frequency": 1, "betas": (0.9, 0.99), "shampoo_beta": 0.8},
     ),
     "not debiased": ({"debias": False}, {"correct_bias": False}),
-    "small dimensions": ({"max_dimension": 3}, {"max_precondition_dim": 3}),
+    "small dimensions": ({"where": eb.Kronecker(max_dimension=3)}, {"max_precondition_dim": 3}),
 }
 
 
@@ -51,7 +52,15 @@ def test_pytorch_optimizers_shampoo_is_followed(noted: Noted) -> None:
     """The paper's: sums that begin at eps, matrices for vectors too, steps of their own size, and no momentum."""
     shapes = {name: shape for name, shape in SHAPES.items() if shape}
     tx = eb.shampoo(
-        schedule, b1=None, b2=None, eps=0.05, damping="start", period=1, graft="none", vectors=True, weight_decay=0.1
+        schedule,
+        b1=None,
+        b2=None,
+        eps=0.05,
+        damping="start",
+        period=1,
+        graft=eb.Grafting(of="none"),
+        where=eb.Kronecker(vectors=True, max_dimension=8192),
+        weight_decay=0.1,
     )
     oracle = from_pytorch_optimizer("Shampoo", shapes, matrix_eps=0.05, weight_decay=0.1, weight_decouple=True)
     apart = deviation(ours(tx, shapes=shapes), oracle)
@@ -59,15 +68,16 @@ def test_pytorch_optimizers_shampoo_is_followed(noted: Noted) -> None:
     assert apart <= ROUNDING_OF_ROOTS
 
 
+graft: Any = partial(eb.Grafting, decay=0.99, eps=1e-10, start=1)
 SCALABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "means, adagrad's size": ({"b2": 0.99, "graft": "adagrad", "start": 1}, {"betas": (0.9, 0.99), "graft_type": 2}),
-    "means, rmsprop's size": ({"b2": 0.99, "graft": "rmsprop", "start": 1}, {"betas": (0.9, 0.99), "graft_type": 3}),
+    "means, adagrad's size": ({"b2": 0.99, "graft": graft("adagrad")}, {"betas": (0.9, 0.99), "graft_type": 2}),
+    "means, rmsprop's size": ({"b2": 0.99, "graft": graft("rmsprop")}, {"betas": (0.9, 0.99), "graft_type": 3}),
     "means, sgd's size, nesterov": (
-        {"b2": 0.99, "graft": "sgd", "start": 1, "nesterov": True},
+        {"b2": 0.99, "graft": graft("sgd"), "momentum": eb.trace(0.9, nesterov=True)},
         {"betas": (0.9, 0.99), "graft_type": 1, "nesterov": True},
     ),
     "another exponent": (
-        {"b2": 0.99, "graft": "sgd", "start": 1, "exponent": 0.5},
+        {"b2": 0.99, "graft": graft("sgd"), "exponent": 0.5},
         {"betas": (0.9, 0.99), "graft_type": 1, "inverse_exponent_override": 2},
     ),
 }
@@ -78,7 +88,7 @@ def test_pytorch_optimizers_scalable_shampoo_is_followed(case: str, noted: Noted
     """Its matrices begin at eps, and its momentum is that of the steps. Vectors have no matrices, but take the graft's step."""
     mine, its = SCALABLE[case]
     fixed: dict[str, Any] = {
-        "b1": None, "eps": 0.05, "damping": "start", "period": 1, "graft_decay": 0.99, "graft_eps": 1e-10, "momentum": 0.9,
+        "b1": None, "eps": 0.05, "damping": "start", "period": 1, "momentum": 0.9,
         "weight_decay": 0.0,
     }  # fmt: skip
     shapes = {name: shape for name, shape in SHAPES.items() if len(shape) in (1, 2)}
@@ -102,7 +112,7 @@ KRONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"preconditioner_update_probability": 1.0, "momentum_into_precond_update": False, "precond_lr": 0.2},
     ),
     "diagonals": (
-        {"max_dimension": 3, "start": 2.0},
+        {"where": eb.Kronecker(max_dimension=3), "start": 2.0},
         {"preconditioner_update_probability": 1.0, "max_size_triangular": 3, "precond_init_scale": 2.0},
     ),
 }

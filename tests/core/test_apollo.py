@@ -110,7 +110,12 @@ def test_blocks_and_seeds_have_vectors_of_their_own() -> None:
     noted = Drawn()
     with patch("everybit.linalg.projections.normal", noted):
         for seed in (0, 1):
-            steps(eb.apollo(0.1, rank=1, view=eb.row_blocks(3, 3)), drawn(6, 4), [drawn(6, 4)], seed=seed)
+            steps(
+                eb.apollo(0.1, rank=1, matrices=eb.Matrices(view=eb.row_blocks(3, 3))),
+                drawn(6, 4),
+                [drawn(6, 4)],
+                seed=seed,
+            )
     values = [number for one in noted.numbers for number in one.flatten().tolist()]
     assert len({*values}) == len(values) == 12
 
@@ -146,7 +151,7 @@ def test_a_view_is_a_parameter_for_each_matrix() -> None:
     """With vectors that do not depend on the place."""
     params, grads = drawn(6, 4), [drawn(6, 4, seed=step) for step in range(1, 6)]
     with patch("everybit.linalg.projections.normal", lambda like, *_: drawn(*like.shape).double()):
-        together, _ = steps(eb.apollo(0.1, rank=1, view=eb.row_blocks(2, 4)), params, grads)
+        together, _ = steps(eb.apollo(0.1, rank=1, matrices=eb.Matrices(view=eb.row_blocks(2, 4))), params, grads)
         apart = [
             steps(eb.apollo(0.1, rank=1), one, pieces)[0]
             for one, *pieces in zip(*(torch.split(x, [2, 4]) for x in (params, *grads)), strict=True)
@@ -163,7 +168,7 @@ def test_a_view_is_a_parameter_for_each_matrix() -> None:
         (lambda: UNTYPED(scale_type="row"), r"^scale_type: got 'row'; accepted are 'channel', 'tensor'"),
         (lambda: UNTYPED(basis="svd"), r"^basis: got 'svd'; accepted are 'singular', 'random'"),
         (lambda: UNTYPED(side="left"), r"^side: got 'left'; accepted are 'smaller', 'larger', 'rows', 'columns'"),
-        (lambda: UNTYPED(view=eb.heads(4)).init([drawn(6, 2)]), r"^0: heads\(4\): got \(6, 2\)"),
+        (lambda: UNTYPED(matrices=eb.Matrices(view=eb.heads(4))).init([drawn(6, 2)]), r"^0: heads\(4\): got \(6, 2\)"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:

@@ -20,6 +20,7 @@ from tests.support.following import PEAK, STEPS, deviation, formula, ours, sched
 from tests.support.steps import drawn as normal
 from tests.support.steps import steps
 
+MATRICES: Any = eb.Matrices
 UNTYPED: Any = partial(eb.dion, others=None)
 """Of matrices alone, whatever their names."""
 
@@ -147,7 +148,7 @@ def test_a_view_is_a_parameter_for_each_matrix() -> None:
     params, grads = drawn(6, 4).float(), [drawn(6, 4, seed=step).float() for step in range(1, 6)]
     with patch.object(module, "normal", lambda like, _radius, _angle: torch.ones_like(like)):
         for view, parts in ((eb.heads(3), [2, 2, 2]), (eb.row_blocks(2, 4), [2, 4])):
-            together, _ = steps(UNTYPED(0.1, view=view), params, grads)
+            together, _ = steps(UNTYPED(0.1, matrices=eb.Matrices(view=view)), params, grads)
             apart = [
                 steps(UNTYPED(0.1), one, pieces)[0]
                 for one, *pieces in zip(*(torch.split(x, parts) for x in (params, *grads)), strict=True)
@@ -162,7 +163,7 @@ def test_a_view_is_a_parameter_for_each_matrix() -> None:
         (lambda: UNTYPED(decay=1.5), r"^decay: got 1\.5"),
         (lambda: UNTYPED(scale="muon"), r"^scale: got 'muon'; accepted are 'original'"),
         (lambda: UNTYPED().init({"a": {"b": drawn(3)}}), r"^a\.b: got shape \(3,\); accepted are matrices, .*everybit\.dion"),
-        (lambda: UNTYPED(view=eb.heads(4)).init([drawn(6, 2)]), r"^0: heads\(4\): got \(6, 2\)"),
+        (lambda: UNTYPED(matrices=eb.Matrices(view=eb.heads(4))).init([drawn(6, 2)]), r"^0: heads\(4\): got \(6, 2\)"),
     ],
 )  # fmt: skip
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
@@ -172,7 +173,7 @@ def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: 
 
 def test_what_is_no_view_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^view: got 8; accepted are None and values such as everybit.heads\(8\)"):
-        UNTYPED(view=8)
+        UNTYPED(matrices=MATRICES(view=8))
 
 
 def test_its_momentum_is_not_rounded_to_nearest_in_bfloat16() -> None:

@@ -15,6 +15,7 @@ from tests.support.following import PEAK, STEPS, deviation, formula, ours, sched
 from tests.support.steps import drawn, steps
 
 UNTYPED: Any = eb.galore
+MATRICES: Any = eb.Matrices
 
 SHAPES = {"tall": (6, 4), "wide": (3, 5), "kernel": (4, 5, 1, 1), "thin": (2, 7), "vector": (5,), "number": ()}
 
@@ -81,7 +82,7 @@ def test_of_gradients_of_low_rank_steps_stay_in_their_rows() -> None:
 
 def test_a_view_is_a_parameter_for_each_matrix() -> None:
     params, grads = drawn(6, 4), [drawn(6, 4, seed=step) for step in range(1, 6)]
-    together, _ = steps(eb.galore(0.1, rank=1, period=2, view=eb.row_blocks(2, 4)), params, grads)
+    together, _ = steps(eb.galore(0.1, rank=1, period=2, matrices=eb.Matrices(view=eb.row_blocks(2, 4))), params, grads)
     apart = [
         steps(eb.galore(0.1, rank=1, period=2), one, pieces)[0]
         for one, *pieces in zip(*(torch.split(x, [2, 4]) for x in (params, *grads)), strict=True)
@@ -94,7 +95,7 @@ def test_a_view_is_a_parameter_for_each_matrix() -> None:
     [
         (lambda: UNTYPED(rank=0), r"^rank: got 0; accepted is a whole number, at least 1"),
         (lambda: UNTYPED(scale=-1.0), r"^scale: got -1\.0"),
-        (lambda: UNTYPED(view=eb.heads(4)).init([drawn(6, 2)]), r"^0: heads\(4\): got \(6, 2\)"),
+        (lambda: UNTYPED(matrices=eb.Matrices(view=eb.heads(4))).init([drawn(6, 2)]), r"^0: heads\(4\): got \(6, 2\)"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
@@ -104,4 +105,4 @@ def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: 
 
 def test_what_is_no_view_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^view: got 8; accepted are None and values such as everybit.heads\(8\)"):
-        UNTYPED(view=8)
+        UNTYPED(matrices=MATRICES(view=8))

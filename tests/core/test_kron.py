@@ -104,8 +104,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "normalized": ({"normalize": True, "start": 3.0}, {"normalize": True, "start": 3.0}),
     "every third step": ({"period": 3}, {"period": 3}),
     "not limited": ({"max_rms": None}, {"limit": None}),
-    "long dimensions": ({"max_dimension": 2}, {"has": short(2)}),
-    "vectors": ({"vectors": True}, {"has": lambda shape: [True] * len(shape)}),
+    "long dimensions": ({"where": eb.Kronecker(max_dimension=2)}, {"has": short(2)}),
+    "vectors": ({"where": eb.Kronecker(vectors=True)}, {"has": lambda shape: [True] * len(shape)}),
 }
 
 
@@ -179,7 +179,7 @@ def test_a_view_is_a_parameter_for_each_matrix() -> None:
     params, grads = drawn(6, 4).float(), [drawn(6, 4, seed=step).float() for step in range(1, 6)]
     with patch.object(module, "normal", lambda like, _radius, _angle: torch.ones_like(like)):
         for view, parts in ((eb.heads(3), [2, 2, 2]), (eb.row_blocks(2, 4), [2, 4])):
-            together, _ = steps(eb.kron(0.1, view=view, normalize=True), params, grads)
+            together, _ = steps(eb.kron(0.1, matrices=eb.Matrices(view=view), normalize=True), params, grads)
             apart = [
                 steps(eb.kron(0.1, normalize=True), one, pieces)[0]
                 for one, *pieces in zip(*(torch.split(x, parts) for x in (params, *grads)), strict=True)

@@ -30,7 +30,7 @@ INNER: dict[str, Callable[[], Any]] = {
     "lion": lambda: eb.scale_by_lion(),
     "momentum": lambda: eb.trace(0.9),
     "adafactor": lambda: eb.scale_by_factored_rms(),
-    "muon": lambda: eb.chain(eb.trace(0.9), eb.orthogonalize(arithmetic="float32")),
+    "muon": lambda: eb.chain(eb.trace(0.9), eb.orthogonalize(iteration=eb.NewtonSchulz(arithmetic="float32"))),
     "kron": lambda: eb.scale_by_kron(),
     "noise": lambda: eb.chain(eb.add_noise(), eb.trace(0.5)),
 }

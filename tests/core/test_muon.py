@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.optim import _muon
 
 import everybit as eb
-from everybit.linalg import PUBLISHED, Normalization, orthogonalized, triples
+from everybit.linalg import PUBLISHED, Normalization
 from everybit.linalg.orthogonalization import CoefficientName
 from everybit.transforms.matrix_wise import SCALES
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
 from tests.support.matrix_model import small
 
 UNTYPED: Any = eb.muon
+ITERATION: Any = eb.NewtonSchulz
 QUINTIC = PUBLISHED["quintic"][0]
 SIDES = st.integers(1, 12)
 SEEDS = st.integers(0, 2**16)
@@ -49,13 +50,13 @@ def torchs(x: Tensor, steps: int = 5) -> Tensor:
 @given(SIDES, SIDES, SEEDS, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(-20, 20))
 def test_torchs_bits(rows: int, columns: int, seed: int, dtype: torch.dtype, exponent: int) -> None:
     x = drawn(rows, columns, seed=seed, dtype=dtype) * 2.0**exponent
-    assert torch.equal(orthogonalized(x, triples("quintic", 5)), torchs(x).to(dtype))
+    assert torch.equal(eb.NewtonSchulz().orthogonalized(x), torchs(x).to(dtype))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (64, 48), (48, 64), (33, 33)])
 def test_torchs_bits_of_vectors_and_larger_matrices(shape: tuple[int, int]) -> None:
     x = drawn(*shape)
-    assert torch.equal(orthogonalized(x, triples("quintic", 5)), torchs(x).float())
+    assert torch.equal(eb.NewtonSchulz().orthogonalized(x), torchs(x).float())
 
 
 # The least and the greatest value to which the polynomials take [least, 1], on two million points, and to spare 1e-3. The quintic set's
@@ -89,8 +90,8 @@ def test_singular_values_end_in_the_published_interval(name: str, kind: str) -> 
     values = KINDS[kind]
     x = of_singular_values(values, 8, 10)
     normalization: Normalization = "polar_express" if coefficients == "polar_express" else "frobenius"
-    chosen = triples(coefficients, steps)
-    found = orthogonalized(x, chosen, arithmetic="float64", normalization=normalization)
+    iteration = eb.NewtonSchulz(coefficients, steps, "float64", normalization)
+    chosen, found = iteration.triples, iteration.orthogonalized(x)
     after = torch.linalg.svdvals(found)
     assert low <= float(after[: len(values)].min())
     assert float(after.max()) <= high
@@ -114,7 +115,7 @@ def mapped(values: Tensor, coefficients: tuple[Any, ...], normalization: str) ->
 def test_in_bfloat16_they_stay_around_one() -> None:
     """Keller Jordan's page says: between 0.5 and 1.5."""
     for shape in ((16, 16), (24, 64), (64, 24)):
-        found = torch.linalg.svdvals(orthogonalized(drawn(*shape), triples("quintic", 7)))
+        found = torch.linalg.svdvals(eb.NewtonSchulz(steps=7).orthogonalized(drawn(*shape)))
         assert 0.5 <= float(found.min()) <= float(found.max()) <= 1.5
 
 
@@ -123,7 +124,7 @@ def test_in_bfloat16_they_stay_around_one() -> None:
 def test_zero_stays_zero(name: CoefficientName, arithmetic: Any) -> None:
     for normalization in ("frobenius", "polar_express"):
         for x in (torch.zeros(3, 5), torch.full((5, 3), 1e-30)):
-            found = orthogonalized(x, triples(name, 5), arithmetic=arithmetic, normalization=normalization)
+            found = eb.NewtonSchulz(name, arithmetic=arithmetic, normalization=normalization).orthogonalized(x)
             assert found.isfinite().all()
             assert x.any() or not found.any()
 
@@ -132,23 +133,12 @@ def test_zero_stays_zero(name: CoefficientName, arithmetic: Any) -> None:
 @given(st.integers(1, 4), SIDES, SIDES, SEEDS)
 def test_bits_do_not_depend_on_the_batch(count: int, rows: int, columns: int, seed: int) -> None:
     batch = drawn(count, rows, columns, seed=seed)
-    found = orthogonalized(batch, triples("quintic", 5))
-    mapped_over: Tensor = torch.func.vmap(lambda x: orthogonalized(x, triples("quintic", 5)))(batch)
+    found = eb.NewtonSchulz().orthogonalized(batch)
+    mapped_over: Tensor = torch.func.vmap(lambda x: eb.NewtonSchulz().orthogonalized(x))(batch)
     for one, together, in_map in zip(batch, found, mapped_over, strict=True):
-        alone = orthogonalized(one, triples("quintic", 5))
+        alone = eb.NewtonSchulz().orthogonalized(one)
         assert torch.equal(alone, together)
         assert torch.equal(alone, in_map)
-
-
-def test_each_matrix_of_a_map_may_have_its_own_eps() -> None:
-    batch, eps = torch.stack([drawn(3, 4), 1e-3 * drawn(3, 4)]), torch.tensor([1e-7, 1.0])
-    found: Tensor = torch.func.vmap(lambda x, e: orthogonalized(x, triples("quintic", 5), eps=e))(batch, eps)
-    for index in range(2):
-        alone = orthogonalized(batch[index], triples("quintic", 5), eps=float(eps[index]))
-        assert torch.equal(found[index], alone)
-    shared: Tensor = torch.func.vmap(lambda e: orthogonalized(batch[1], triples("quintic", 5), eps=e))(eps)
-    assert torch.equal(shared[1], found[1])
-    assert not torch.equal(shared[0], shared[1])
 
 
 @pytest.mark.exhaustive
@@ -157,7 +147,7 @@ def test_compiled_bits_are_eager_bits() -> None:
     for arithmetic in ("bfloat16", "float32"):
 
         def step(x: Tensor, arithmetic: Any = arithmetic) -> Tensor:
-            return orthogonalized(x * 1.5, triples("quintic", 5), arithmetic=arithmetic) * 0.2
+            return eb.NewtonSchulz(arithmetic=arithmetic).orthogonalized(x * 1.5) * 0.2
 
         assert torch.equal(torch.compile(step, fullgraph=True)(x), step(x))
 
@@ -166,9 +156,9 @@ def test_what_is_no_set_of_coefficients_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"^coefficients: got 'quartic'; accepted are 'quintic', 'cubic', 'polar_express'"
     ):
-        triples("quartic", 5)  # type: ignore[arg-type]
+        eb.NewtonSchulz("quartic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^coefficients: got \(\(1.0, 2.0\),\); accepted is a tuple of triples"):
-        triples(((1.0, 2.0),), 5)  # type: ignore[arg-type]
+        eb.NewtonSchulz(((1.0, 2.0),))  # type: ignore[arg-type]
 
 
 # -- how parameters become matrices -------------------------------------------------------------------------------------------
@@ -230,7 +220,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name(
     view: eb.MatrixView | None, shape: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        eb.muon(1e-3, view=view, others=None).init({"layers": [{"w": torch.ones(shape)}]})
+        eb.muon(1e-3, matrices=eb.Matrices(view=view), others=None).init({"layers": [{"w": torch.ones(shape)}]})
 
 
 @pytest.mark.parametrize(
@@ -240,12 +230,12 @@ def test_shapes_that_do_not_fit_are_refused_by_name(
         (lambda: eb.row_blocks(), r"^row_blocks: sizes: got \(\); accepted"),
         (lambda: eb.row_blocks(2, True), r"^row_blocks: sizes: got \(2, True\); accepted"),
         (lambda: UNTYPED(decay_kind="l2"), r"^decay_kind: got 'l2'; accepted are 'decoupled', 'coupled', 'independent', 'cautious'"),
-        (lambda: eb.muon(views={"(": eb.heads(2)}), r"^views: got '\('; accepted are regular expressions"),
-        (lambda: eb.muon(steps=100), r"^steps: got 100; accepted is a whole number of steps, from 1 to 99"),
-        (lambda: UNTYPED(arithmetic="float16"), r"^arithmetic: got 'float16'; accepted are 'bfloat16'"),
-        (lambda: UNTYPED(normalization="spectral"), r"^normalization: got 'spectral'; accepted are 'frobenius'"),
+        (lambda: eb.muon(matrices=eb.Matrices(views={"(": eb.heads(2)})), r"^views: got '\('; accepted are regular expressions"),
+        (lambda: eb.muon(iteration=eb.NewtonSchulz(steps=100)), r"^steps: got 100; accepted is a whole number of steps, from 1 to 99"),
+        (lambda: ITERATION(arithmetic="float16"), r"^arithmetic: got 'float16'; accepted are 'bfloat16'"),
+        (lambda: ITERATION(normalization="spectral"), r"^normalization: got 'spectral'; accepted are 'frobenius'"),
         (lambda: UNTYPED(scale="muon"), r"^scale: got 'muon'; accepted are 'original', .*a function of rows and columns"),
-        (lambda: eb.muon(eps=0.0), r"^eps: got 0\.0; accepted is a number above zero"),
+        (lambda: eb.muon(iteration=eb.NewtonSchulz(eps=0.0)), r"^eps: got 0\.0; accepted is a number above zero"),
         (lambda: eb.muon(decay_kind="independent"), r"^max_learning_rate: .*needs both or neither"),
     ],
 )  # fmt: skip
@@ -327,7 +317,7 @@ def muon(
             share = 0.05 if average else 1.0
             mean = 0.95 * mean + share * g
             ahead = 0.95 * mean + share * g if nesterov else mean
-            u = scale(*p.shape) * polar(ahead, triples(coefficients, 5), normalization)
+            u = scale(*p.shape) * polar(ahead, eb.NewtonSchulz(coefficients).triples, normalization)
             rate = lr(done)
             shrink = {"decoupled": rate * 0.1, "cautious": rate * 0.1, "independent": 0.1 * rate / PEAK}.get(
                 decay_kind, 0.0
@@ -364,12 +354,10 @@ FORMULAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.sampled(3)
 def test_options_follow_their_formulas(name: str) -> None:
     options, its = FORMULAS[name]
-    tx = eb.muon(schedule, arithmetic="float64", **options)
-    same = {
-        key: value
-        for key, value in options.items()
-        if key in ("average", "nesterov", "coefficients", "normalization", "decay_kind")
-    }
+    of_iteration = {key: options[key] for key in options if key in ("coefficients", "normalization")}
+    others = {key: options[key] for key in options if key not in of_iteration}
+    tx = eb.muon(schedule, iteration=ITERATION(arithmetic="float64", **of_iteration), **others)
+    same = of_iteration | {key: others[key] for key in others if key in ("average", "nesterov", "decay_kind")}
     expected = formula(muon(**(same | its)), SHAPES)
     assert deviation(ours(tx, shapes=SHAPES), expected) <= ROUNDING
     if name != "torch, Keller Jordan":
@@ -382,8 +370,8 @@ def test_a_convolution_is_a_matrix_and_experts_are_many() -> None:
     (found, _), (flat, _) = (stepped(eb.muon(0.1, weight_decay=0.0), x) for x in (kernel, kernel.reshape(4, 18)))
     assert torch.equal(found.reshape(4, 18), flat)
     experts = drawn(3, 4, 5)
-    together, _ = stepped(eb.muon(0.1, view=eb.batched()), experts)
-    blocks, _ = stepped(eb.muon(0.1, view=eb.row_blocks(4, 4, 4)), experts.reshape(12, 5))
+    together, _ = stepped(eb.muon(0.1, matrices=eb.Matrices(view=eb.batched())), experts)
+    blocks, _ = stepped(eb.muon(0.1, matrices=eb.Matrices(view=eb.row_blocks(4, 4, 4))), experts.reshape(12, 5))
     for index, expert in enumerate(experts):
         alone, _ = stepped(eb.muon(0.1), expert)
         assert torch.equal(together[index], alone)
@@ -401,7 +389,7 @@ def stepped(tx: Any, x: Tensor) -> tuple[Tensor, Any]:
 
 def test_labels_of_a_model() -> None:
     params = dict(small().named_parameters())
-    tx: Any = eb.muon(1e-3, others=eb.adamw, views={"qkv": eb.row_blocks(6, 6, 6)})
+    tx: Any = eb.muon(1e-3, others=eb.adamw, matrices=eb.Matrices(views={"qkv": eb.row_blocks(6, 6, 6)}))
     assert eb.label_table(tx.labels, params).splitlines() == [
         "others: 5 parameters, 114 elements",
         "  embed.weight (7, 6)",
@@ -446,6 +434,8 @@ def test_a_model_without_matrices_is_refused() -> None:
     ):
         eb.muon(1e-3, others=eb.adamw).init({"b": torch.ones(3)})
     with pytest.raises(ValueError, match=r"no parameter is labelled 'qkv'; the labels given are 'matrix', 'others'"):
-        eb.muon(1e-3, others=eb.adamw, views={"qkv": eb.heads(2)}).init({"a": torch.ones(3, 2), "b": torch.ones(3)})
+        eb.muon(1e-3, others=eb.adamw, matrices=eb.Matrices(views={"qkv": eb.heads(2)})).init(
+            {"a": torch.ones(3, 2), "b": torch.ones(3)}
+        )
     eb.muon(1e-3, others=eb.adamw).init({"a": torch.ones(3, 2)})
-    eb.muon(1e-3, views={"a": eb.heads(3)}).init({"a": torch.ones(3, 2)})
+    eb.muon(1e-3, matrices=eb.Matrices(views={"a": eb.heads(3)})).init({"a": torch.ones(3, 2)})

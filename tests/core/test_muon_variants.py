@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import everybit as eb
-from everybit.linalg import PUBLISHED, Batching, orthogonalized, triples
+from everybit.linalg import PUBLISHED, Batching
 from everybit.linalg.orthogonalization import CoefficientName
 from everybit.transforms import Sides
 from tests.core.test_muon import ROUNDING, SHAPES, drawn, polar
 from tests.support.following import deviation, formula, gradients, ours, schedule, theirs
 
 UNTYPED: Any = eb.muon
+ITERATION: Any = eb.NewtonSchulz
 NORMUON: Any = eb.normuon
 Follow = Callable[[Tensor, list[Tensor], Callable[[int], float]], Iterator[Tensor]]
 
@@ -72,7 +74,7 @@ def equal_muon(before: Sides | None, after: Sides | None) -> Follow:
         for done, g in enumerate(grads):
             mean = 0.95 * mean + 0.05 * g
             ahead = equalized(0.95 * mean + 0.05 * g, before, 1e-8)
-            u = equalized(polar(ahead, triples("quintic", 5), "frobenius"), after, 1e-7)
+            u = equalized(polar(ahead, eb.NewtonSchulz().triples, "frobenius"), after, 1e-7)
             p = p - lr(done) * (math.sqrt(max(1.0, p.shape[0] / p.shape[1])) * u + 0.1 * p)
             yield p
 
@@ -100,7 +102,7 @@ SAMPLED = ("MuonEq", "MuonEq of both", "Muon+")
 def test_equal_rows_and_columns_follow_their_formulas(name: str) -> None:
     options = EQUAL[name]
     expected = formula(equal_muon(options.get("before"), options.get("after")), SHAPES)
-    found = ours(eb.muon(schedule, arithmetic="float64", **options), shapes=SHAPES)
+    found = ours(eb.muon(schedule, iteration=eb.NewtonSchulz(arithmetic="float64"), **options), shapes=SHAPES)
     assert deviation(found, expected) <= ROUNDING
     assert deviation(formula(equal_muon(None, None), SHAPES), expected) > 1e6 * ROUNDING
 
@@ -114,7 +116,7 @@ def norm_muon(*, side: str = "rows", norm: str = "kept", debias: bool = False, m
         mean, v = torch.zeros_like(p), torch.zeros_like(p.sum(along, keepdim=True))
         for done, g in enumerate(grads):
             mean = 0.95 * mean + 0.05 * g
-            o = polar(0.95 * mean + 0.05 * g, triples("quintic", 5), "frobenius")
+            o = polar(0.95 * mean + 0.05 * g, eb.NewtonSchulz().triples, "frobenius")
             v = 0.95 * v + 0.05 * (o * o).mean(along, keepdim=True)
             u = o / ((v / (1 - 0.95 ** (done + 1)) if debias else v).sqrt() + 1e-10)
             size = float(o.norm()) if norm == "kept" else math.sqrt(min(rows, columns))
@@ -141,19 +143,33 @@ NORMUONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_normuon_follows_its_formulas(name: str) -> None:
     options, its = NORMUONS[name]
     expected = formula(norm_muon(**its), SHAPES)
-    assert deviation(ours(eb.normuon(schedule, arithmetic="float64", **options), shapes=SHAPES), expected) <= ROUNDING
+    assert (
+        deviation(
+            ours(eb.normuon(schedule, iteration=eb.NewtonSchulz(arithmetic="float64"), **options), shapes=SHAPES),
+            expected,
+        )
+        <= ROUNDING
+    )
     if options:
         assert deviation(formula(norm_muon(), SHAPES), expected) > 1e6 * ROUNDING
     else:  # and it is another than Muon
         assert (
-            deviation(ours(eb.muon(schedule, arithmetic="float64", weight_decay=0.0), shapes=SHAPES), expected) > 1e-3
+            deviation(
+                ours(
+                    eb.muon(schedule, iteration=eb.NewtonSchulz(arithmetic="float64"), weight_decay=0.0), shapes=SHAPES
+                ),
+                expected,
+            )
+            > 1e-3
         )
 
 
 def test_a_norm_that_is_brought_back_takes_the_correction_of_the_bias_out_again() -> None:
     """But for eps, of 1e-10 beside roots of mean squares of about 0.4."""
     expected = formula(norm_muon(debias=True), SHAPES)
-    found = ours(eb.normuon(schedule, arithmetic="float64", debias=True), shapes=SHAPES)
+    debiased = partial(eb.scale_by_normuon, debias=True)
+    tx = eb.muon(schedule, iteration=eb.NewtonSchulz(arithmetic="float64"), after=debiased, weight_decay=0.0)
+    found = ours(tx, shapes=SHAPES)
     assert deviation(found, expected) <= ROUNDING
     assert deviation(formula(norm_muon(), SHAPES), expected) <= 200 * 1e-8
 
@@ -163,7 +179,7 @@ def test_each_matrix_of_a_parameter_has_its_own_moments() -> None:
     fused, experts = drawn(9, 4), drawn(3, 3, 4)
     for view, x in ((eb.row_blocks(3, 3, 3), fused), (eb.heads(3), fused), (eb.batched(), experts)):
         for side in ("rows", "longer"):
-            tx: Any = eb.normuon(0.1, view=view, side=side, others=None)
+            tx: Any = eb.normuon(0.1, matrices=eb.Matrices(view=view), side=side, others=None)
             one: Any = eb.normuon(0.1, side=side, others=None)
             state, states = tx.init(x), [one.init(part) for part in x.reshape(3, 3, 4)]
             for step in range(3):
@@ -179,18 +195,17 @@ def test_each_matrix_of_a_parameter_has_its_own_moments() -> None:
     [
         (lambda: UNTYPED(before="left"), r"^before: got 'left'; accepted are 'rows', 'columns', 'both', 'rows_then_columns'"),
         (lambda: UNTYPED(after="top"), r"^after: got 'top'; accepted are"),
-        (lambda: NORMUON(before="left"), r"^before: got 'left'"),
         (lambda: eb.equalize(sides="left"), r"^sides: got 'left'"),  # type: ignore[arg-type]
-        (lambda: NORMUON(side="columns"), r"^side: got 'columns'; accepted are 'rows' and 'longer'"),
-        (lambda: NORMUON(norm="spectral"), r"^norm: got 'spectral'; accepted are 'kept' and 'exact'"),
+        (lambda: NORMUON(side="columns"), r"^side: got 'columns'; accepted are 'rows', 'longer'"),
+        (lambda: NORMUON(norm="spectral"), r"^norm: got 'spectral'; accepted are 'kept', 'exact'"),
         (lambda: eb.normuon(b2=1.0), r"^b2: got 1\.0"),
         (lambda: eb.scale_by_normuon(eps=0.0), r"^eps: got 0\.0; accepted is a number above zero"),
         (lambda: eb.scale_by_shape(scale="muon"), r"^scale: got 'muon'"),  # type: ignore[arg-type]
-        (lambda: UNTYPED(batching="apart"), r"^batching: got 'apart'; accepted are 'alone', 'together'"),
+        (lambda: ITERATION(batching="apart"), r"^batching: got 'apart'; accepted are 'alone', 'together'"),
         (lambda: eb.muon(others_rate=-1.0), r"^others_rate: got -1\.0"),
         (lambda: eb.muon(others=None, others_rate=0.1), r"^others_rate: got 0\.1 with others=None; accepted with it is None"),
         (lambda: eb.muon(max_learning_rate=0.1), r"^max_learning_rate: got 0\.1 with decay_kind='decoupled'; accepted"),
-        (lambda: eb.muon(others=None, labels=lambda path, p: "matrix"), r"^labels: got a function with others=None"),
+        (lambda: eb.muon(others=None, matrices=eb.Matrices(labels=lambda path, p: "matrix")), r"^labels: got a function with others=None"),
         (lambda: eb.normuon(others=None).init({"w": torch.ones(3)}), r"^w: got shape \(3,\); accepted are matrices"),
     ],
 )  # fmt: skip
@@ -202,7 +217,7 @@ def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: 
 # -- degenerate matrices ------------------------------------------------------------------------------------------------------
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "muon": {}, "MuonEq": {"before": "both"}, "Muon+": {"after": "columns_then_rows"}, "together": {"batching": "together"},
+    "muon": {}, "MuonEq": {"before": "both"}, "Muon+": {"after": "columns_then_rows"}, "together": {},
 }  # fmt: skip
 DEGENERATE = {
     "zero": torch.zeros(4, 6),
@@ -220,11 +235,12 @@ DEGENERATE = {
 @pytest.mark.parametrize("name", [*VARIANTS, "normuon"])
 def test_degenerate_gradients_never_give_nan(name: str, kind: str) -> None:
     x = DEGENERATE[kind]
+    batching = "together" if name == "together" else "alone"
     for arithmetic in ("bfloat16", "float32"):
         tx: Any = (
-            NORMUON(0.1, arithmetic=arithmetic)
+            NORMUON(0.1, iteration=eb.NewtonSchulz(arithmetic=arithmetic))
             if name == "normuon"
-            else UNTYPED(0.1, arithmetic=arithmetic, **VARIANTS[name])
+            else UNTYPED(0.1, iteration=ITERATION(arithmetic=arithmetic, batching=batching), **VARIANTS[name])
         )
         params = {"w": torch.ones_like(x)}
         state = tx.init(params)
@@ -240,13 +256,13 @@ def test_degenerate_gradients_never_give_nan(name: str, kind: str) -> None:
 def test_a_vector_becomes_a_unit_vector_times_what_the_polynomials_make_of_one(name: CoefficientName) -> None:
     """Matrices of one row or column, and of rank 1, have one singular value, which the norm makes 1."""
     value = 1.0
-    for a, b, c in triples(name, 5):
+    for a, b, c in eb.NewtonSchulz(name).triples:
         value = a * value + b * value**3 + c * value**5
     for x in (drawn(1, 7, dtype=torch.float64), drawn(7, 1, dtype=torch.float64)):
-        found = orthogonalized(x, triples(name, 5), arithmetic="float64")
+        found = eb.NewtonSchulz(name, arithmetic="float64").orthogonalized(x)
         # Rounding of some 20 operations, which each step can make a_k times larger.
         assert float((found - value * x / x.norm()).abs().max()) <= 100 * 2.0**-53 * math.prod(
-            a for a, _, _ in triples(name, 5)
+            a for a, _, _ in eb.NewtonSchulz(name).triples
         )
 
 
@@ -264,7 +280,7 @@ def test_a_vector_becomes_a_unit_vector_times_what_the_polynomials_make_of_one(n
 def test_together_is_alone_but_for_rounding(count: int, rows: int, columns: int, seed: int, arithmetic: Any) -> None:
     batch = drawn(count, rows, columns, seed=seed)
     alone, together = (
-        orthogonalized(batch, triples("cubic", 3), arithmetic=arithmetic, batching=batching)
+        eb.NewtonSchulz("cubic", 3, arithmetic=arithmetic, batching=batching).orthogonalized(batch)
         for batching in get_args(Batching)
     )
     # Values of at most 1; three steps of three products, each rounded a few times, and each able to make an error 1.5 times larger.
@@ -283,13 +299,13 @@ def test_together_takes_matrices_of_one_shape_from_all_parameters() -> None:
     }
     for name in ("a", "b", "c", "d"):
         view = eb.batched() if name == "d" else None
-        (alone, _) = eb.orthogonalize(view, arithmetic="float64").update(
+        (alone, _) = eb.orthogonalize(view, iteration=eb.NewtonSchulz(arithmetic="float64")).update(
             params[name], eb.identity().init(None), params[name]
         )
         chosen = {key: x for key, x in params.items() if (key == "d") == (name == "d")}
-        together, _ = eb.orthogonalize(view, arithmetic="float64", batching="together").update(
-            chosen, eb.identity().init(None), chosen
-        )
+        together, _ = eb.orthogonalize(
+            view, iteration=eb.NewtonSchulz(arithmetic="float64", batching="together")
+        ).update(chosen, eb.identity().init(None), chosen)
         assert together.keys() == chosen.keys()
         assert float((together[name] - alone).abs().max()) <= 1e-10
         assert "none" not in chosen or together["none"].shape == (0, 3)
@@ -298,7 +314,7 @@ def test_together_takes_matrices_of_one_shape_from_all_parameters() -> None:
 @pytest.mark.exhaustive
 def test_together_is_compiled_to_eager_bits() -> None:
     def step(x: Tensor) -> Tensor:
-        return orthogonalized(x * 1.5, triples("quintic", 5), batching="together") * 0.2
+        return eb.NewtonSchulz(batching="together").orthogonalized(x * 1.5) * 0.2
 
     x = drawn(5, 33, 20)
     assert torch.equal(torch.compile(step, fullgraph=True)(x), step(x))

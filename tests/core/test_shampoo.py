@@ -16,6 +16,7 @@ from tests.support.following import PEAK, STEPS, deviation, formula, ours, sched
 from tests.support.steps import drawn, steps
 
 UNTYPED: Any = eb.shampoo
+GRAFTING: Any = eb.Grafting
 
 SHAPES = {"square": (4, 4), "kernel": (4, 2, 3), "tall": (6, 3), "vector": (5,), "number": ()}
 
@@ -104,22 +105,26 @@ def followed(
     return follow
 
 
-SUMS: dict[str, Any] = {"b1": None, "b2": None, "damping": "start", "period": 1, "graft": "none"}
+SUMS: dict[str, Any] = {"b1": None, "b2": None, "damping": "start", "period": 1, "graft": eb.Grafting("none")}
 OF_SUMS: dict[str, Any] = {"b1": None, "b2": None, "at_start": True, "period": 1, "graft": "none", "start": 1}
+GRAFTS = {
+    "rmsprop": eb.Grafting("rmsprop", decay=0.99), "adagrad": eb.Grafting("adagrad", start=1), "sgd": eb.Grafting("sgd", start=1),
+    "none": eb.Grafting("none"),
+}  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "adam's size": ({}, followed()),
-    "rmsprop's size": ({"graft": "rmsprop", "period": 3}, followed(graft="rmsprop", period=3, start=4)),
-    "adagrad's size": ({"graft": "adagrad", "start": 1}, followed(graft="adagrad", start=1)),
-    "sgd's size": ({"graft": "sgd", "start": 1, "period": 1}, followed(graft="sgd", start=1, period=1)),
-    "its own size": ({"graft": "none", "b2": 0.9}, followed(graft="none", b2=0.9, start=1)),
+    "rmsprop's size": ({"graft": GRAFTS["rmsprop"], "period": 3}, followed(graft="rmsprop", period=3, start=4)),
+    "adagrad's size": ({"graft": GRAFTS["adagrad"]}, followed(graft="adagrad", start=1)),
+    "sgd's size": ({"graft": GRAFTS["sgd"], "period": 1}, followed(graft="sgd", start=1, period=1)),
+    "its own size": ({"graft": GRAFTS["none"], "b2": 0.9}, followed(graft="none", b2=0.9, start=1)),
     "not debiased": ({"debias": False, "b2": 0.9}, followed(debias=False, b2=0.9)),
-    "the paper's": ({**SUMS, "vectors": True}, followed(of_all, **OF_SUMS)),
+    "the paper's": ({**SUMS, "where": eb.Kronecker(vectors=True)}, followed(of_all, **OF_SUMS)),
     "sums, vectors without a matrix": (SUMS, followed(**OF_SUMS)),
     "means that begin at eps": ({"damping": "start"}, followed(at_start=True)),
-    "one side": ({"sides": "smaller", "b2": 0.95}, followed(the_smaller, b2=0.95)),
+    "one side": ({"where": eb.Kronecker(sides="smaller"), "b2": 0.95}, followed(the_smaller, b2=0.95)),
     "another exponent": ({"exponent": 0.5, "b2": 0.95}, followed(exponent=0.5, b2=0.95)),
     "momentum": ({"momentum": 0.9, "b1": None}, followed(momentum=0.9, b1=None)),
-    "nesterov": ({"momentum": 0.9, "nesterov": True}, followed(momentum=0.9, nesterov=True)),
+    "nesterov": ({"momentum": eb.trace(0.9, nesterov=True)}, followed(momentum=0.9, nesterov=True)),
 }
 SAMPLED = ("adam's size",)
 
@@ -129,7 +134,10 @@ SAMPLED = ("adam's size",)
 )
 def test_the_formula_is_followed(case: str) -> None:
     options, follow = CASES[case]
-    found = ours(UNTYPED(schedule, **{"eps": RIDGE, "graft_decay": 0.99, "weight_decay": 0.1} | options), shapes=SHAPES)
+    found = ours(
+        UNTYPED(schedule, **{"eps": RIDGE, "graft": eb.Grafting(decay=0.99), "weight_decay": 0.1} | options),
+        shapes=SHAPES,
+    )
     assert deviation(found, formula(follow, SHAPES)) <= ROUNDING
 
 
@@ -166,7 +174,7 @@ def test_what_is_not_finite_has_a_root_that_is_not() -> None:
 @pytest.mark.parametrize("shape", [(4, 4), (1, 5), (5, 1), (3, 2, 2), (0, 3), (3,), ()])
 def test_without_gradients_weights_only_decay(shape: tuple[int, ...], graft: Any) -> None:
     before = torch.ones(shape)
-    tx = eb.shampoo(0.5, weight_decay=0.5, period=2, graft=graft, start=1)
+    tx = eb.shampoo(0.5, weight_decay=0.5, period=2, graft=eb.Grafting(of=graft, start=1))
     after, state = steps(tx, before, [torch.zeros(shape)] * 3)
     assert torch.equal(after, before * 0.75**3)
     assert all(bool(leaf.isfinite().all()) for leaf in eb.tree.leaves(state))
@@ -176,7 +184,7 @@ def test_without_gradients_weights_only_decay(shape: tuple[int, ...], graft: Any
 def test_of_gradients_of_rank_one_steps_have_adams_size(shape: tuple[int, int]) -> None:
     gradients = [drawn(shape[0], 1, seed=step) @ drawn(1, shape[1], seed=99 + step) for step in range(1, 8)]
     for start in (1, 8):
-        after, _ = steps(eb.shampoo(0.1, period=1, start=start), torch.zeros(shape), gradients)
+        after, _ = steps(eb.shampoo(0.1, period=1, graft=eb.Grafting(start=start)), torch.zeros(shape), gradients)
         assert after.isfinite().all()
         assert float(after.abs().max()) < 7 * 0.1 * (shape[0] * shape[1]) ** 0.5
 
@@ -184,7 +192,7 @@ def test_of_gradients_of_rank_one_steps_have_adams_size(shape: tuple[int, int]) 
 def test_a_view_is_a_parameter_for_each_matrix() -> None:
     params, grads = drawn(6, 4), [drawn(6, 4, seed=step) for step in range(1, 6)]
     for view, parts in ((eb.heads(3), [2, 2, 2]), (eb.row_blocks(2, 4), [2, 4])):
-        together, _ = steps(eb.shampoo(0.1, period=2, view=view), params, grads)
+        together, _ = steps(eb.shampoo(0.1, period=2, matrices=eb.Matrices(view=view)), params, grads)
         apart = [
             steps(eb.shampoo(0.1, period=2), one, pieces)[0]
             for one, *pieces in zip(*(torch.split(x, parts) for x in (params, *grads)), strict=True)
@@ -205,10 +213,10 @@ def test_before_its_start_it_is_adamw() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: UNTYPED(graft="lion"), r"^graft: got 'lion'; accepted are 'none', 'sgd', 'adagrad', 'rmsprop', 'adam'"),
+        (lambda: GRAFTING("lion"), r"^of: got 'lion'; accepted are 'none', 'sgd', 'adagrad', 'rmsprop', 'adam'"),
         (lambda: UNTYPED(damping="middle"), r"^damping: got 'middle'; accepted are 'root', 'start'"),
-        (lambda: UNTYPED(graft="none", start=3), r"^start: got 3 without a graft"),
-        (lambda: UNTYPED(start=0), r"^start: got 0; accepted is a whole number of updates, at least 1, or None"),
+        (lambda: UNTYPED(graft=eb.Grafting(of="none", start=3)), r"^start: got 3 without a graft"),
+        (lambda: UNTYPED(graft=eb.Grafting(start=0)), r"^start: got 0; accepted is a whole number of updates, at least 1, or None"),
         (lambda: UNTYPED(period=1.5), r"^period: got 1\.5"),
         (lambda: UNTYPED(exponent=-0.5), r"^exponent: got -0\.5"),
     ],

@@ -17,6 +17,8 @@ from tests.support.following import PEAK, STEPS, deviation, formula, ours, sched
 from tests.support.steps import drawn, steps
 
 UNTYPED: Any = eb.soap
+KRONECKER: Any = eb.Kronecker
+MATRICES: Any = eb.Matrices
 
 SHAPES = {"square": (4, 4), "kernel": (4, 2, 3), "vector": (5,), "number": ()}
 """Each matrix of products has full rank at the first update: of others the null space's basis would be made of rounding."""
@@ -157,10 +159,10 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, tuple[int, ...]]]] = {
     "normalized": ({"normalize": True}, followed(normalize=True), SHAPES),
     "other rates": ({"b1": 0.9, "b2": 0.99, "factor_decay": 0.8}, followed(b1=0.9, b2=0.99, b3=0.8), SHAPES),
     "decay before": ({"decay_moved": False}, followed(moved=False), SHAPES),
-    "large dimensions": ({"max_dimension": 5}, followed(only_up_to(5)), ONE_SIDED),
-    "smaller sides": ({"sides": "smaller"}, followed(the_smaller), ONE_SIDED),
+    "large dimensions": ({"where": eb.Kronecker(max_dimension=5)}, followed(only_up_to(5)), ONE_SIDED),
+    "smaller sides": ({"where": eb.Kronecker(sides="smaller")}, followed(the_smaller), ONE_SIDED),
     "merged": (
-        {"merge": True, "max_dimension": 6},
+        {"where": eb.Kronecker(merge=True, max_dimension=6)},
         followed(seen_as=lambda shape: (6, 6) if len(shape) > 1 else shape),
         {"kernel": (2, 3, 3, 2), "vector": (5,)},
     ),
@@ -192,7 +194,7 @@ def test_the_formula_is_followed(case: str) -> None:
 @pytest.mark.parametrize("shape", [(4, 4), (1, 5), (5, 1), (1, 1), (3, 2, 2), (0, 3), (3,), ()])
 def test_without_gradients_weights_only_decay(shape: tuple[int, ...], correction: Any) -> None:
     before = torch.ones(shape)
-    tx = eb.soap(0.5, weight_decay=0.5, period=2, correction=correction, vectors=True)
+    tx = eb.soap(0.5, weight_decay=0.5, period=2, correction=correction, where=eb.Kronecker(vectors=True))
     after, state = steps(tx, before, [torch.zeros(shape)] * 3)
     assert torch.equal(after, before * 0.75**2)  # not at the first update
     assert all(bool(leaf.isfinite().all()) for leaf in eb.tree.leaves(state))
@@ -238,7 +240,7 @@ def test_a_view_is_a_parameter_for_each_matrix() -> None:
     params, grads = drawn(6, 4), [drawn(6, 4, seed=step) for step in range(1, 6)]
     names: set[str] = set()
     for view, parts in ((eb.heads(3), [2, 2, 2]), (eb.row_blocks(2, 4), [2, 4])):
-        together, state = steps(eb.soap(0.1, period=2, view=view), params, grads)
+        together, state = steps(eb.soap(0.1, period=2, matrices=eb.Matrices(view=view)), params, grads)
         names = set(eb.tree.get(state, "basis"))
         apart = [
             steps(eb.soap(0.1, period=2), one, pieces)[0]
@@ -250,7 +252,7 @@ def test_a_view_is_a_parameter_for_each_matrix() -> None:
 
 def test_shapes_that_do_not_fit_a_view_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^layers\.0: heads\(4\): got \(6, 4\); accepted are parameters whose rows"):
-        eb.soap(view=eb.heads(4)).init({"layers": [drawn(6, 4)]})
+        eb.soap(matrices=eb.Matrices(view=eb.heads(4))).init({"layers": [drawn(6, 4)]})
 
 
 def test_others_go_to_another_optimizer() -> None:
@@ -277,10 +279,10 @@ def test_vectors_are_adams_one_update_later() -> None:
     [
         (lambda: UNTYPED(correction="shampoo"), r"^correction: got 'shampoo'; accepted are 'none', 'kl'"),
         (lambda: UNTYPED(period=0), r"^period: got 0; accepted is a whole number of updates, at least 1"),
-        (lambda: UNTYPED(sides="left"), r"^sides: got 'left'; accepted are 'all', 'smaller'"),
-        (lambda: UNTYPED(max_dimension=0), r"^max_dimension: got 0; accepted is a whole number of rows"),
+        (lambda: UNTYPED(where=KRONECKER(sides="left")), r"^sides: got 'left'; accepted are 'all', 'smaller'"),
+        (lambda: UNTYPED(where=eb.Kronecker(max_dimension=0)), r"^max_dimension: got 0; accepted is a whole number of rows"),
         (lambda: UNTYPED(factor_decay=1.0), r"^factor_decay: got 1\.0"),
-        (lambda: UNTYPED(view=eb.heads(2), merge=True), r"^merge: got True with a view"),
+        (lambda: UNTYPED(matrices=eb.Matrices(view=eb.heads(2)), where=eb.Kronecker(merge=True)), r"^merge: got True with a view"),
     ],
 )  # fmt: skip
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
@@ -290,7 +292,7 @@ def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: 
 
 def test_what_is_no_view_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^view: got 8; accepted are None and values such as everybit.heads\(8\)"):
-        UNTYPED(view=8)
+        UNTYPED(matrices=MATRICES(view=8))
 
 
 # -- how it is stored ---------------------------------------------------------------------------------------------------------

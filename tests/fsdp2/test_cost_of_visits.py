@@ -35,7 +35,7 @@ def noting(groups: list[Communicator]) -> Callable[..., None]:
 
 WIRED: dict[str, Callable[[float], eb.Transform[Any]]] = {
     "muon": lambda lr: eb.muon(lr, others=None),
-    "muon in float32": lambda lr: eb.muon(lr, others=None, arithmetic="float32"),
+    "muon in float32": lambda lr: eb.muon(lr, others=None, iteration=eb.NewtonSchulz(arithmetic="float32")),
     "normuon": lambda lr: eb.normuon(lr, others=None),
     "soap": eb.soap,
     "adafactor": eb.torch_adafactor,

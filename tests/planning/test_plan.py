@@ -139,7 +139,12 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
         dataclasses.replace(KAHAN, grads=BF16_WIRE),
         True,
         2,
-        eb.muon(1e-3, views={"inner": eb.heads(9)}, others=eb.adamw, steps=1),
+        eb.muon(
+            1e-3,
+            matrices=eb.Matrices(views={"inner": eb.heads(9)}),
+            others=eb.adamw,
+            iteration=eb.NewtonSchulz(steps=1),
+        ),
     ),
     (None, False, 1, eb.muon(1e-3, others=eb.adamw)),
 ]

@@ -25,7 +25,9 @@ def everyday() -> Weights:
     model = small()
     if dist.is_initialized():
         cut(model, [model.qkv, model.ensemble], ignored=[model.ensemble.weight])
-    optimizer = TorchOptimizer(model.named_parameters(), eb.muon, lr=0.02, views={"qkv": eb.heads(3)}, compile=False)
+    optimizer = TorchOptimizer(
+        model.named_parameters(), eb.muon, lr=0.02, matrices=eb.Matrices(views={"qkv": eb.heads(3)}), compile=False
+    )
     for step in range(3):
         optimizer.zero_grad()
         tokens = torch.randint(0, 7, (5,), generator=torch.Generator().manual_seed(step))

@@ -44,11 +44,11 @@ Factory = Callable[[eb.Hyperparameter], eb.Transform[Any]]
 
 
 def normuon(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
-    return eb.normuon(learning_rate, views=VIEWS)
+    return eb.normuon(learning_rate, matrices=eb.Matrices(views=VIEWS))
 
 
 def muon(learning_rate: eb.Hyperparameter, **arguments: Any) -> eb.Transform[Any]:
-    return eb.muon(learning_rate, views=VIEWS, **arguments)
+    return eb.muon(learning_rate, matrices=eb.Matrices(views=VIEWS), **arguments)
 
 
 def centralized(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
@@ -127,14 +127,14 @@ FACTORIES: dict[str, Factory] = {
         eb.clip_by_global_norm(0.5), muon(lr, before="rows", after="columns_then_rows", decay_kind="coupled")
     ),
     "muon beside lamb": lambda lr: eb.chain(
-        eb.clip_by_global_norm(0.5), muon(lr, arithmetic="float32", others=eb.lamb)
+        eb.clip_by_global_norm(0.5), muon(lr, iteration=eb.NewtonSchulz(arithmetic="float32"), others=eb.lamb)
     ),
     "centralized": centralized,
     "normuon": normuon,
     "soap": lambda lr: eb.chain(eb.clip_by_global_norm(0.5), eb.soap(lr, period=2)),
     "shampoo": eb.shampoo,
     "kron": eb.kron,
-    "dion": lambda lr: eb.dion(lr, views=VIEWS, others=eb.adamw),
+    "dion": lambda lr: eb.dion(lr, matrices=eb.Matrices(views=VIEWS), others=eb.adamw),
     "galore": galore,
     "galore, random": lambda lr: galore(lr, "random"),
     "apollo": lambda lr: eb.apollo(lr, rank=2, period=2),

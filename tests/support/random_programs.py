@@ -38,7 +38,7 @@ TRANSFORMS: dict[str, eb.Transform[Any]] = {
     "soap": eb.soap(0.03),
     "adafactor": eb.adafactor(0.03),
     "novograd": eb.chain(eb.clip_by_global_norm(4.0), eb.novograd(0.03, weight_decay=0.1)),
-    "normuon": eb.normuon(0.03, before="rows", others_rate=0.5),
+    "normuon": eb.muon(0.03, before="rows", after=eb.scale_by_normuon, others_rate=0.5),
     "kron": eb.kron(0.03, period=2),
     "apollo": eb.apollo(0.03, rank=1, period=2),
     "low rank": eb.chain(eb.low_rank(eb.scale_by_lion(), rank=1, period=2), eb.scale_by_learning_rate(0.03)),

@@ -109,7 +109,9 @@ def test_a_closure_runs_in_the_callers_mode() -> None:
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_pure_step_inside_of_autocast_multiplies_in_float32(compile: bool) -> None:
-    optimizer = eb.with_policy(eb.chain(eb.orthogonalize(arithmetic="float32"), eb.scale(0.1)), "FP32")
+    optimizer = eb.with_policy(
+        eb.chain(eb.orthogonalize(iteration=eb.NewtonSchulz(arithmetic="float32")), eb.scale(0.1)), "FP32"
+    )
     params = {"w": torch.linspace(-1, 1, 20).view(5, 4)}
     state = optimizer.init(params)
     torch._dynamo.reset()

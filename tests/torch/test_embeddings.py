@@ -110,7 +110,7 @@ def test_without_names_they_refuse_and_say_what_to_pass(name: Any, given: int) -
 def test_without_names_they_take_what_does_not_need_them(name: Any) -> None:
     weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(3, 4))]
     create(name, weights, others=None)
-    create(name, weights, others=eb.adamw, labels=lambda path, p: "matrix")
+    create(name, weights, others=eb.adamw, matrices=eb.Matrices(labels=lambda path, p: "matrix"))
 
 
 @pytest.mark.parametrize("name", eb.optimizers())
@@ -143,7 +143,9 @@ def test_the_stepper_and_the_plan_know_modules() -> None:
     assert matrices(table) == {"1.weight", "3.weight"}
     assert rows(table)["0.weight"].startswith("others")
     planned = plan(sequence(), eb.muon(0.02), policy="FP32", strategy="no_shard", ranks=1)
-    tied = plan(sequence(), eb.muon(0.02, labels=labelled), policy="FP32", strategy="no_shard", ranks=1)
+    tied = plan(
+        sequence(), eb.muon(0.02, matrices=eb.Matrices(labels=labelled)), policy="FP32", strategy="no_shard", ranks=1
+    )
     assert planned.persistent == tied.persistent
 
 
@@ -170,7 +172,7 @@ def test_a_configuration_and_groups_beside_a_model_know_modules() -> None:
 def test_an_optimizer_for_a_model_is_copied_saved_and_compiled_as_any_other() -> None:
     one, other = sequence(), sequence()
     ours = create("muon", one, lr=0.02, compile=True)
-    plain = create("muon", other, lr=0.02, labels=labelled, compile=False)
+    plain = create("muon", other, lr=0.02, matrices=eb.Matrices(labels=labelled), compile=False)
     assert "embeddings" not in inspect.signature(eb.muon).parameters  # it is no hyperparameter
     for step in range(3):
         for model, optimizer in ((one, ours), (other, plain)):

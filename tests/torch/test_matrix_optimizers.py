@@ -42,14 +42,14 @@ VIEWS = {"qkv": eb.heads(3)}
 
 @pytest.mark.parametrize("name", ["muon", "normuon"])
 def test_an_optimizer_by_name_says_what_goes_where(name: Any) -> None:
-    options: Any = {"views": VIEWS}
+    options: Any = {"matrices": eb.Matrices(views=VIEWS)}
     model = small()
     optimizer = create(name, model, lr=0.02, **options)
     assert routing(optimizer) == TABLE
     by_names = TABLE.replace("types of modules, ", "").replace("the type of its module", "name")
-    assert eb.routing(getattr(eb, name)(views=VIEWS), dict(model.named_parameters())) == by_names
+    assert eb.routing(getattr(eb, name)(**options), dict(model.named_parameters())) == by_names
     # The same, of a stepper, whose labels name the dtype too, and in the order of its buffers.
-    found = routing(FlatStepper(small(), getattr(eb, name)(views=VIEWS)))
+    found = routing(FlatStepper(small(), getattr(eb, name)(**options)))
     reasons = (" by the type of its module", " by name", " by shape")
     plain = [min(line.removesuffix(reason) for reason in reasons) for line in TABLE.splitlines()[1:]]
     assert sorted(found.replace(", float32", "").splitlines()) == sorted(plain)
@@ -106,7 +106,7 @@ def test_a_pattern_that_matches_nothing_is_refused(front: Callable[..., None]) -
         match=r"^partition: no parameter is labelled 'qvk'; the labels given are 'others', 'matrix', to \['embed\.weight'\] of shape"
         r" \(7, 6\), .*Drop the transform, or mend the labels",
     ):
-        front(views={"qvk": eb.heads(3)})
+        front(matrices=eb.Matrices(views={"qvk": eb.heads(3)}))
 
 
 @pytest.mark.parametrize("front", FRONTS)
@@ -114,12 +114,12 @@ def test_a_shape_that_does_not_fit_is_refused_by_name(front: Callable[..., None]
     with pytest.raises(
         ValueError, match=r"^qkv\.weight: heads\(5\): got \(18, 6\); accepted are parameters whose rows 5"
     ):
-        front(views={"qkv": eb.heads(5)})
+        front(matrices=eb.Matrices(views={"qkv": eb.heads(5)}))
 
 
 def test_parameters_without_names_are_numbered() -> None:
     model = small()
-    optimizer = TorchOptimizer([model.qkv.weight], eb.muon, lr=0.1, others=None, view=eb.heads(5))
+    optimizer = TorchOptimizer([model.qkv.weight], eb.muon, lr=0.1, others=None, matrices=eb.Matrices(view=eb.heads(5)))
     model.qkv.weight.grad = torch.ones(18, 6)
     with pytest.raises(ValueError, match=r"^param group 0, parameter 0: heads\(5\): got \(18, 6\)"):
         optimizer.step()
@@ -146,7 +146,9 @@ def test_frozen_and_lazy_parameters_count_as_they_will() -> None:
 
 
 def test_a_checkpoint_holds_no_code_and_goes_on_with_the_same_bits() -> None:
-    options: Any = {"views": VIEWS, "others": eb.adamw, "others_rate": 0.1, "scale": lambda r, c: 0.1 * (r + c)}
+    options: Any = {
+        "matrices": eb.Matrices(views=VIEWS), "others": eb.adamw, "others_rate": 0.1, "scale": lambda r, c: 0.1 * (r + c),
+    }  # fmt: skip
 
     def new(model: nn.Module) -> TorchOptimizer:
         return create("normuon", model, lr=0.1, **options)
@@ -160,8 +162,8 @@ def test_a_checkpoint_holds_no_code_and_goes_on_with_the_same_bits() -> None:
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     held = saved["optimizer"]["param_groups"][0]
-    assert {"others", "views", "scale"}.isdisjoint(held)
-    assert {"lr", "momentum", "others_rate", "steps", "coefficients"} <= held.keys()
+    assert {"others", "matrices", "scale"}.isdisjoint(held)
+    assert {"lr", "momentum", "others_rate", "nesterov"} <= held.keys()
     assert optimizer.param_groups[0]["others"] is eb.adamw
     other = Small()
     other.load_state_dict(saved["model"])
@@ -200,7 +202,11 @@ def test_a_configuration_names_it() -> None:
 def test_each_part_of_a_model_gets_its_own_optimizers_bits() -> None:
     """Through the torch optimizer, with a scheduler, whose learning rate both parts follow; and resumed."""
     together = small()
-    options: dict[str, Any] = {"views": {"qkv": eb.row_blocks(6, 6, 6)}, "others": eb.adamw, "weight_decay": 0.01}
+    options: dict[str, Any] = {
+        "matrices": eb.Matrices(views={"qkv": eb.row_blocks(6, 6, 6)}),
+        "others": eb.adamw,
+        "weight_decay": 0.01,
+    }
 
     def new(model: nn.Module) -> Any:
         return TorchOptimizer(model.named_parameters(), eb.muon, lr=0.1, policy="FP32", **options)
@@ -211,7 +217,9 @@ def test_each_part_of_a_model_gets_its_own_optimizers_bits() -> None:
     hidden = {"qkv.weight": apart.qkv.weight}
     others = [(name, p) for name, p in apart.named_parameters() if name not in ("qkv.weight", "ensemble.weight")]
     each = [
-        TorchOptimizer(hidden.items(), eb.muon, lr=0.1, view=eb.row_blocks(6, 6, 6), weight_decay=0.01),
+        TorchOptimizer(
+            hidden.items(), eb.muon, lr=0.1, matrices=eb.Matrices(view=eb.row_blocks(6, 6, 6)), weight_decay=0.01
+        ),
         TorchOptimizer([apart.ensemble.weight], eb.muon, lr=0.1, weight_decay=0.01, others=None),
         TorchOptimizer(others, eb.adamw, lr=0.1),
     ]
@@ -263,7 +271,7 @@ def test_momentum_may_have_any_format(stored: str, name: Any) -> None:
     """Its error is that of the format, the update stays orthogonal, and a stepper and a resumed optimizer have the same bits."""
     policy, allowed = STORED[stored]
     exact, model = small().bfloat16(), small().bfloat16()
-    views: Any = {"views": VIEWS}
+    views: Any = {"matrices": eb.Matrices(views=VIEWS)}
     reference = create(name, exact, policy="MIXED_BF16", lr=0.0, compile=False, **views)
     optimizer = create(name, model, policy=policy, lr=0.0, compile=False, **views)
     resumed = create(name, model, policy=policy, lr=0.0, compile=False, **views)
@@ -333,7 +341,11 @@ def deep() -> Deep:
 
 def viewed(learning_rate: eb.Hyperparameter, batching: Batching = "alone") -> eb.Transform[Any]:
     """With a view of one parameter; in float64, where products differ by rounding only."""
-    return eb.normuon(learning_rate, batching=batching, arithmetic="float64", views={"layers.0.weight": eb.heads(3)})
+    return eb.normuon(
+        learning_rate,
+        iteration=eb.NewtonSchulz(batching=batching, arithmetic="float64"),
+        matrices=eb.Matrices(views={"layers.0.weight": eb.heads(3)}),
+    )
 
 
 def clipped(learning_rate: eb.Hyperparameter, batching: Batching = "alone") -> eb.Transform[Any]:

@@ -42,7 +42,7 @@ def test_it_has_torchs_arguments_in_torchs_order_with_torchs_defaults() -> None:
     [
         ({}, {}),
         ({"adjust_lr_fn": "match_rms_adamw", "nesterov": False}, {"scale": "match_rms_adamw", "nesterov": False}),
-        ({"ns_coefficients": (1.5, -0.5, 0.0), "ns_steps": 9}, {"coefficients": "cubic", "steps": 9}),
+        ({"ns_coefficients": (1.5, -0.5, 0.0), "ns_steps": 9}, {"iteration": eb.NewtonSchulz("cubic", 9)}),
     ],
 )
 def test_it_is_muon_of_the_core_without_others(given: dict[str, Any], core: dict[str, Any]) -> None:

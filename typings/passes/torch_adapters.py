@@ -42,5 +42,12 @@ def embeds(path: str, _: torch.Tensor) -> str:
 
 AdamW(model.parameters(), lr=3e-4, unsafe="warn")
 assert_type(AdamW.from_torch(torch.optim.AdamW(model.parameters()), unsafe="allow"), AdamW)
-create("muon", groups, model=model, scale="match_rms_adamw", views={"qkv": eb.heads(4)}, others=eb.adamw, labels=embeds)
+create(
+    "muon",
+    groups,
+    model=model,
+    scale="match_rms_adamw",
+    matrices=eb.Matrices(views={"qkv": eb.heads(4)}, labels=embeds),
+    others=eb.adamw,
+)
 Muon(model.parameters(), 0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw", policy="LEAN_BF16")

@@ -251,11 +251,17 @@ def _generated(entry: NamedOptimizer) -> type[Algorithm]:
     return made
 
 
+_TABLES = (eb.NewtonSchulz, eb.Grafting, eb.Kronecker)
+"""Hyperparameters that are tables in a file."""
+
+
 def _plain(annotation: Any) -> Any:
     """The type of a hyperparameter in a file; None: it cannot be in one."""
     if get_origin(annotation) is Literal:
         return annotation
     kinds = get_args(annotation) or (annotation,)
+    if annotation in _TABLES:
+        return annotation
     for kind in kinds:
         if get_origin(kind) is Literal:  # of names and other values the names
             return kind | None if NoneType in kinds else kind

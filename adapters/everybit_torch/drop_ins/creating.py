@@ -8,11 +8,12 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from everybit.base import Hyperparameter
-from everybit.linalg import MatrixView
-from everybit.optimizers import OptimizerName, optimizer_named
+from everybit.linalg import Kronecker, MatrixView, NewtonSchulz
+from everybit.optimizers import Matrices, OptimizerName, optimizer_named
 from everybit.policies import PolicyOrName
 from everybit.protocol import Transform
 from everybit.stepping import Unsafe
+from everybit.transforms import Grafting
 from everybit_torch.compiled import Factory
 from everybit_torch.drop_ins import classes, more_classes
 from everybit_torch.embeddings import FactoryForModel, embeddings_of, policy_with_embeddings
@@ -21,10 +22,9 @@ from everybit_torch.optim import Params, TorchOptimizer, named_by
 from everybit_torch.segments import Compile
 
 Choice = Literal[
-    "adagrad", "adam", "all", "alone", "bfloat16", "both", "cautious", "channel", "columns", "columns_then_rows", "corrected", "coupled",
-    "cubic", "decoupled", "deepseek", "directions", "exact", "float32", "float64", "frobenius", "independent", "kept", "kl", "largest",
-    "larger", "last", "learning_rate", "longer", "match_rms_adamw", "none", "original", "polar_express", "quintic", "random", "rmsprop",
-    "root", "rows", "rows_then_columns", "sgd", "singular", "smaller", "spectral_unclamped", "start", "step", "steps", "tensor", "together",
+    "alone", "both", "cautious", "channel", "columns", "columns_then_rows", "corrected", "coupled", "decoupled", "directions", "exact",
+    "independent", "kept", "kl", "larger", "largest", "last", "learning_rate", "longer", "match_rms_adamw", "none", "original", "random",
+    "root", "rows", "rows_then_columns", "singular", "smaller", "spectral_unclamped", "start", "step", "steps", "tensor",
 ]  # fmt: skip
 """The words that choose among variants of an optimizer."""
 
@@ -35,11 +35,14 @@ Option = (
     | tuple[Hyperparameter | tuple[float, ...] | None, ...]
     | Callable[[str, Tensor], bool | str]
     | Callable[[Hyperparameter], Transform[Any]]
-    | MatrixView
-    | Mapping[str, MatrixView]
+    | Callable[[MatrixView | None], Transform[Any]]
+    | Grafting
+    | Kronecker
+    | Matrices
+    | NewtonSchulz
     | None
 )
-"""What a hyperparameter may be: a number or a schedule, a choice by name, a mask or labels, a view of matrices, another optimizer."""
+"""What a hyperparameter may be: a number or a schedule, a choice by name, a mask or labels, another optimizer, or a value of options."""
 
 CLASSES: Mapping[OptimizerName, type[TorchOptimizer]] = {
     "sgd": classes.SGD,

@@ -43,6 +43,7 @@ from everybit.base.scalars import (
     require,
     require_count,
     require_step,
+    require_word,
     square_root,
 )
 from everybit.base.tree import Slot, state
@@ -53,6 +54,6 @@ __all__ = [
     "Slot", "as_tensor", "at", "atan", "beside", "bias_correction", "by_name", "clamp", "cos", "dtype_name", "exp", "first_of_whole",
     "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log", "materialize", "mean", "normal", "once",
     "plain_name", "require", "require_count", "require_each", "require_member", "require_name", "require_patterns", "require_seed",
-    "require_step", "sqrt", "square_root", "state", "state_dict", "straight_through", "stream", "sum_of_squares", "torch_dtype", "tree",
-    "uniform", "without_autocast", "without_gaps",
+    "require_step", "require_word", "sqrt", "square_root", "state", "state_dict", "straight_through", "stream", "sum_of_squares",
+    "torch_dtype", "tree", "uniform", "without_autocast", "without_gaps",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -196,6 +196,16 @@ def _number(value: float, step: Tensor | None) -> Scalar:
     if not torch.compiler.is_compiling():
         return value
     return torch.ones((), dtype=torch.float64, device="cpu" if step is None else step.device) * value
+
+
+def require_word(name: str, value: object, words: Any) -> None:
+    """Refuse a value that is none of the words of a ``Literal``.
+
+    Raises:
+        ValueError: It is another value.
+    """
+    if value not in get_args(words):
+        raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, get_args(words)))}.")
 
 
 def require_step(step: Tensor | None, who: str) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from everybit.base import tree
+from everybit.base import require_word, tree
 from everybit.combinators.wrapping import Wrapping
 from everybit.protocol import ALONE, Context, Transform, enter, require_transform
 
@@ -61,8 +61,7 @@ class Cautious(Wrapping):
 
     def __post_init__(self) -> None:
         require_transform(self.transform, who="cautious")
-        if self.rescale not in get_args(Rescale):
-            raise ValueError(f"rescale: got {self.rescale!r}; accepted are {', '.join(map(repr, get_args(Rescale)))}.")
+        require_word("rescale", self.rescale, Rescale)
 
     @property
     def reduces(self) -> bool:

@@ -54,13 +54,13 @@ def routing(transform: object, params: object) -> str:
         params: A tree of tensors, such as ``dict(model.named_parameters())``; tensors on the meta device will do.
 
     Raises:
-        ValueError: A label, such as a pattern of ``views`` of :func:`everybit.muon`, that no parameter has; a label without transform; a
+        ValueError: A label, such as a pattern of :class:`everybit.Matrices`, that no parameter has; a label without transform; a
             parameter that its matrix view does not fit.
 
     Examples:
         >>> import torch, everybit as eb
         >>> params = {"embed.weight": torch.ones(9, 4), "qkv.weight": torch.ones(12, 4), "proj.weight": torch.ones(4, 4)}
-        >>> print(eb.routing(eb.muon(0.02, views={"qkv": eb.row_blocks(4, 4, 4)}), params))
+        >>> print(eb.routing(eb.muon(0.02, matrices=eb.Matrices(views={"qkv": eb.row_blocks(4, 4, 4)})), params))
         labels by names and shapes
         others: 1 parameter, 36 elements
           embed.weight (9, 4) by name

@@ -8,19 +8,18 @@ from everybit.linalg.orthogonalization import (
     Arithmetic,
     Batching,
     Coefficients,
+    NewtonSchulz,
     Normalization,
     Triple,
     iterated,
-    orthogonalized,
-    triples,
 )
 from everybit.linalg.projections import Basis, ProjectedSide, Projection
 from everybit.linalg.views import MatrixView, batched, flattened, heads, matrix, row_blocks, view_for
 from everybit.linalg.whitening import fitted
 
 __all__ = [
-    "PUBLISHED", "Arithmetic", "Basis", "Batching", "Block", "Coefficients", "Kronecker", "MatrixView", "Normalization",
-    "ProjectedSide", "Projection", "Sides", "Triple", "Which", "batched", "eigenvectors", "factored_dimensions", "fitted", "flattened",
-    "heads", "inverse_roots", "iterated", "matrix", "orthogonalized", "orthonormal", "product", "root_mean_square", "row_blocks",
-    "triples", "view_for",
+    "PUBLISHED", "Arithmetic", "Basis", "Batching", "Block", "Coefficients", "Kronecker", "MatrixView", "NewtonSchulz",
+    "Normalization", "ProjectedSide", "Projection", "Sides", "Triple", "Which", "batched", "eigenvectors", "factored_dimensions",
+    "fitted", "flattened", "heads", "inverse_roots", "iterated", "matrix", "orthonormal", "product", "root_mean_square", "row_blocks",
+    "view_for",
 ]  # fmt: skip

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from everybit.base import Scalar, mean, require_count, require_each, sqrt
+from everybit.base import Scalar, mean, require_count, require_each, require_word, sqrt
 from everybit.linalg.operations import product
 from everybit.linalg.views import MatrixView
 
@@ -65,8 +65,7 @@ class Kronecker:
         if self.view is not None and not isinstance(self.view, MatrixView):
             raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
         require_count("max_dimension", self.max_dimension, "a whole number of rows")
-        if self.sides not in get_args(Sides):
-            raise ValueError(f"sides: got {self.sides!r}; accepted are {', '.join(map(repr, get_args(Sides)))}.")
+        require_word("sides", self.sides, Sides)
         if self.view is not None and self.merge:
             raise ValueError(
                 "merge: got True with a view, which says what the dimensions are; accepted is one of both."

@@ -6,14 +6,16 @@ singular values from (0, 1] to about 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from everybit.base import Scalar
+from everybit.base import require_word
 
 Triple = tuple[float, float, float]
 """The coefficients a, b, c of one step, :math:`X \\leftarrow aX + b(XX^\\top)X + c(XX^\\top)^2X`."""
@@ -28,10 +30,7 @@ Arithmetic = Literal["bfloat16", "float32", "float64"]
 """The dtype of the iteration."""
 
 Normalization = Literal["frobenius", "polar_express"]
-"""What a matrix is divided by before, so that no singular value is above 1.
-
-``"frobenius"``: its norm, and at least ``eps``. ``"polar_express"``: 1.01 times its norm, plus ``eps``, for that method's coefficients.
-"""
+"""What a matrix is divided by before, so that no singular value is above 1."""
 
 Batching = Literal["alone", "together"]
 """How a batch of matrices is computed: each by products of its own, or all by batched products."""
@@ -54,54 +53,71 @@ PUBLISHED: dict[CoefficientName, tuple[Triple, ...]] = {
 }
 
 
-def triples(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
-    """The coefficients of each of so many steps.
-
-    Raises:
-        ValueError: A name of no set, or a value that is not a triple of numbers.
-    """
-    if isinstance(coefficients, str):
-        if coefficients not in PUBLISHED:
-            raise ValueError(
-                f"coefficients: got {coefficients!r}; accepted are {', '.join(map(repr, get_args(CoefficientName)))}, or a tuple of"
-                " triples (a, b, c)."
-            )
-        coefficients = PUBLISHED[coefficients]
-    found = tuple(tuple(float(x) for x in one) for one in coefficients)
-    if not found or any(len(one) != 3 for one in found):
-        raise ValueError(f"coefficients: got {coefficients!r}; accepted is a tuple of triples (a, b, c), at least one.")
-    return tuple(found[min(step, len(found) - 1)] for step in range(steps))  # type: ignore[misc]
-
-
-def orthogonalized(
-    x: Tensor,
-    coefficients: Sequence[Triple],
-    *,
-    arithmetic: Arithmetic = "bfloat16",
-    normalization: Normalization = "frobenius",
-    eps: Scalar = 1e-7,
-    batching: Batching = "alone",
-) -> Tensor:
-    """Return matrices with the singular vectors of ``x``, and singular values about 1.
+@dataclass(frozen=True, slots=True)
+class NewtonSchulz:
+    r"""The iteration that makes matrices orthogonal.
 
     Args:
-        x: Of shape (..., rows, columns).
-        coefficients: The polynomial's coefficients for each step.
+        coefficients: ``"quintic"`` (Keller Jordan's), ``"cubic"``, ``"polar_express"``, ``"deepseek"``, or triples :math:`(a_k, b_k, c_k)`
+            of each step, the last of which is repeated.
+        steps: From 1 to 99.
         arithmetic: The dtype of the iteration.
-        normalization: The norm that a matrix is divided by first.
-        eps: The least norm, or the number added to it; a matrix of zeros stays zero.
-        batching: ``"alone"``: each matrix is computed by itself, so that its bits do not depend on which others there are.
-            ``"together"``: by batched products, with bits that depend on the library.
+        normalization: What a matrix is divided by first. ``"frobenius"``: its norm, and at least ``eps``. ``"polar_express"``: 1.01 times
+            its norm, plus ``eps``.
+        eps: Above zero; the unit of the matrices.
+        batching: ``"alone"``: each matrix is computed by itself, so that its bits do not depend on which others there are, nor on how
+            parameters are sharded. ``"together"``: the matrices of one parameter, such as its experts, go through batched products:
+            faster for many small matrices, but their bits depend on how many there are.
 
-    Returns:
-        A tensor of the shape and dtype of ``x``.
+    Raises:
+        ValueError: An argument is out of range.
     """
-    flat = [number for one in coefficients for number in one]
-    least = eps if isinstance(eps, Tensor) else torch.full((), eps, dtype=torch.float64, device=x.device)
-    if _is_differentiated(x):
-        return iterated(x, least, flat, arithmetic, normalization, batching)
-    found: Tensor = _orthogonalized(x, least, flat, arithmetic, normalization, batching)
-    return found
+
+    coefficients: Coefficients = "quintic"
+    steps: int = 5
+    arithmetic: Arithmetic = "bfloat16"
+    normalization: Normalization = "frobenius"
+    eps: float = 1e-7
+    batching: Batching = "alone"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 1 <= self.steps < 100:
+            raise ValueError(f"steps: got {self.steps!r}; accepted is a whole number of steps, from 1 to 99.")
+        _ = self.triples
+        for name, accepted in (("arithmetic", Arithmetic), ("normalization", Normalization), ("batching", Batching)):
+            require_word(name, getattr(self, name), accepted)
+        if not isinstance(self.eps, (int, float)) or not 0 < self.eps < math.inf:
+            raise ValueError(f"eps: got {self.eps!r}; accepted is a number above zero.")
+
+    @property
+    def triples(self) -> tuple[Triple, ...]:
+        """The coefficients of each step."""
+        chosen = self.coefficients
+        if isinstance(chosen, str):
+            if chosen not in PUBLISHED:
+                raise ValueError(
+                    f"coefficients: got {chosen!r}; accepted are {', '.join(map(repr, get_args(CoefficientName)))}, or a tuple of"
+                    " triples (a, b, c)."
+                )
+            chosen = PUBLISHED[chosen]
+        found = tuple(tuple(float(x) for x in one) for one in chosen)
+        if not found or any(len(one) != 3 for one in found):
+            raise ValueError(f"coefficients: got {chosen!r}; accepted is a tuple of triples (a, b, c), at least one.")
+        return tuple(found[min(step, len(found) - 1)] for step in range(self.steps))  # type: ignore[misc]
+
+    def orthogonalized(self, x: Tensor) -> Tensor:
+        """Return matrices with the singular vectors of ``x``, and singular values about 1; a matrix of zeros stays zero.
+
+        Args:
+            x: Of shape (..., rows, columns).
+
+        Returns:
+            A tensor of the shape and dtype of ``x``.
+        """
+        flat = [number for one in self.triples for number in one]
+        how = (flat, self.eps, self.arithmetic, self.normalization, self.batching)
+        found: Tensor = iterated(x, *how) if _is_differentiated(x) else _orthogonalized(x, *how)
+        return found
 
 
 def _is_differentiated(x: Tensor) -> bool:
@@ -113,21 +129,21 @@ def _is_differentiated(x: Tensor) -> bool:
 
 
 def iterated(
-    x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str, batching: str
+    x: Tensor, coefficients: Sequence[float], eps: float, arithmetic: str, normalization: str, batching: str
 ) -> Tensor:
     """Compute the operator ``everybit::orthogonalized`` in operators of torch: for derivatives, and for counts of allocations."""
     if not x.numel():
         return x.clone()
     if x.ndim > 2 and batching == "alone":
         each = x.reshape(-1, *x.shape[-2:])
-        alone = [iterated(one, eps, coefficients, arithmetic, normalization, batching) for one in each]
+        alone = [iterated(one, coefficients, eps, arithmetic, normalization, batching) for one in each]
         return torch.stack(alone).reshape(x.shape)
     tall = x.shape[-2] > x.shape[-1]
     matrix = x.to(getattr(torch, arithmetic))
     matrix = matrix if x.ndim == 2 else matrix.reshape(-1, *x.shape[-2:])
     matrix = matrix.mT if tall else matrix
     norm = matrix.norm() if x.ndim == 2 else torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-    least = eps.to(norm.dtype)
+    least = norm.new_full((), eps)
     matrix = matrix / (torch.maximum(norm, least) if normalization == "frobenius" else norm * 1.01 + least)
     added: Any = torch.addmm if x.ndim == 2 else torch.baddbmm
     for start in range(0, len(coefficients), 3):
@@ -143,18 +159,13 @@ def iterated(
 
 @torch.library.custom_op("everybit::orthogonalized", mutates_args=())
 def _orthogonalized(
-    x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str, batching: str
+    x: Tensor, coefficients: Sequence[float], eps: float, arithmetic: str, normalization: str, batching: str
 ) -> Tensor:
-    return iterated(x, eps, coefficients, arithmetic, normalization, batching)
+    return iterated(x, coefficients, eps, arithmetic, normalization, batching)
 
 
-def _batched(_info: object, in_dims: tuple[int | None, ...], x: Tensor, eps: Tensor, *how: Any) -> tuple[Tensor, int]:
-    of_x, of_eps, *_ = in_dims
-    if of_eps is None and of_x is not None:
-        return _orthogonalized(x.movedim(of_x, 0), eps, *how), 0
-    count = eps.shape[of_eps or 0]
-    each = [x] * count if of_x is None else x.unbind(of_x)
-    return torch.stack([_orthogonalized(*pair, *how) for pair in zip(each, eps.unbind(of_eps or 0), strict=True)]), 0
+def _batched(_info: object, in_dims: tuple[int | None, ...], x: Tensor, *how: Any) -> tuple[Tensor, int]:
+    return _orthogonalized(x.movedim(in_dims[0] or 0, 0), *how), 0
 
 
 def _fake(x: Tensor, *how: Any) -> Tensor:  # noqa: ARG001  # what the operator takes

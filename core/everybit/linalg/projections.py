@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from everybit.base import Key, first_of_whole, mean, normal, require_count, require_each, require_step, tree
+from everybit.base import (
+    Key,
+    first_of_whole,
+    mean,
+    normal,
+    require_count,
+    require_each,
+    require_step,
+    require_word,
+    tree,
+)
 from everybit.linalg.operations import eigenvectors, product
 from everybit.linalg.views import MatrixView, view_for
 from everybit.protocol import Context
@@ -83,9 +93,8 @@ class Projection:
     def __post_init__(self) -> None:
         require_count("rank", self.rank, "a whole number")
         require_count("period", self.period, "a whole number of updates")
-        for name, value, kind in (("basis", self.basis, Basis), ("side", self.side, ProjectedSide)):
-            if value not in get_args(kind):
-                raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, get_args(kind)))}.")
+        require_word("basis", self.basis, Basis)
+        require_word("side", self.side, ProjectedSide)
         if self.view is not None and not isinstance(self.view, MatrixView):
             raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
 

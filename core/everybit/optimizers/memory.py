@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from everybit.base import Hyperparameter
+from everybit.base import Hyperparameter, require_word
 from everybit.combinators import Chain, chain, masked, partition
 from everybit.linalg import Which
 from everybit.protocol import Transform
@@ -83,8 +83,8 @@ def adafactor(
         ...     dimensions="largest", min_size_to_factor=16,
         ... )  # as timm's adafactor_bv
     """
-    _require_word("momentum_of", momentum_of, MomentumOf)
-    _require_word("decay_by", decay_by, DecayBy)
+    require_word("momentum_of", momentum_of, MomentumOf)
+    require_word("decay_by", decay_by, DecayBy)
     rate: Hyperparameter = relative_step_schedule() if learning_rate is None else learning_rate
     momentum: list[Transform[Any]] = [] if b1 is None else [running_mean(b1)]
     size = scale_by_parameter_rms(eps2) if scale_parameter else identity()
@@ -232,8 +232,3 @@ def sm3(
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
-
-
-def _require_word(name: str, value: object, words: Any) -> None:
-    if value not in get_args(words):
-        raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, get_args(words)))}.")

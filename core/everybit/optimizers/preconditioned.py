@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from torch import Tensor
-
 from everybit.base import Hyperparameter, Scalar
 from everybit.combinators import Chain, Partition, chain, low_rank
-from everybit.linalg import Basis, Kronecker, MatrixView, ProjectedSide, Projection, Sides
+from everybit.linalg import Basis, Kronecker, MatrixView, ProjectedSide, Projection
 from everybit.optimizers.adam import adamw
-from everybit.optimizers.muon import Others, routed
-from everybit.protocol import Transform
+from everybit.optimizers.matrices import MATRICES, Matrices, Others, routed, seen_as
 from everybit.transforms import (
     Correction,
     Damping,
-    Graft,
+    Grafting,
     Scale,
     ScaledBy,
+    Trace,
     add_decayed_weights,
     scale_by_adam,
     scale_by_apollo,
@@ -30,6 +25,9 @@ from everybit.transforms import (
     subtract_decay_of_moved,
     trace,
 )
+
+OF_SOAP, OF_SHAMPOO, OF_KRON = Kronecker(), Kronecker(max_dimension=8192), Kronecker(max_dimension=2048)
+ADAM = Grafting()
 
 
 def soap(
@@ -45,15 +43,9 @@ def soap(
     debias: bool = True,
     normalize: bool = False,
     correction: Correction = "none",
-    least_eigenvalue: Hyperparameter = 1e-8,
-    max_dimension: int = 10000,
-    merge: bool = False,
-    sides: Sides = "all",
-    vectors: bool = False,
-    view: MatrixView | None = None,
-    views: Mapping[str, MatrixView] | None = None,
-    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
-    labels: Callable[[str, Tensor], str] | None = None,
+    where: Kronecker = OF_SOAP,
+    others: Others = None,
+    matrices: Matrices = MATRICES,
 ) -> Chain | Partition:
     """SOAP (Vyas et al. 2024, https://arxiv.org/abs/2409.11321): Adam in the eigenbasis of Shampoo's preconditioner.
 
@@ -64,38 +56,32 @@ def soap(
         b1: Decay rate of the mean gradient, in [0, 1).
         b2: Decay rate of its squares in the eigenbasis, in [0, 1).
         factor_decay: Decay rate of the products of gradients, in [0, 1); None: ``b2``.
-        eps: Added to the root; see :class:`~everybit.transforms.soap.ScaleBySoap`, as for ``period`` to ``least_eigenvalue``.
+        eps: Added to the root; see :class:`~everybit.transforms.soap.ScaleBySoap`, as for ``period`` to ``correction``.
         weight_decay: Non-negative; times the learning rate.
         decay_moved: Decay weights after they have moved, and not at the first update, as the authors do. False: before, as AdamW.
         period: Updates between two refreshes of the bases.
         debias: Correct the bias of both means.
         normalize: Scale each direction to a root mean square of 1.
         correction: ``"kl"``: that of KL-Shampoo.
-        least_eigenvalue: With it, the least eigenvalue of matrices that are inverted.
-        max_dimension: A longer dimension has no basis: one-sided for the output layer of a large vocabulary.
-        merge: Join neighbouring dimensions up to this length, such as those of a convolution's kernel.
-        sides: ``"smaller"``: a basis for the shorter side of each matrix alone.
-        vectors: A basis for vectors too.
-        view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its basis.
-        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        where: Which dimensions have a matrix; by default those of up to 10,000 rows, so that the output layer of a
+            large vocabulary has one on one side.
         others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: SOAP steps them.
-        labels: Which these are, as for :func:`everybit.muon`.
+        matrices: Which parameters are matrices, and how each is seen.
 
     Raises:
         ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
     """
 
     def of(seen: MatrixView | None) -> Chain:
-        where = Kronecker(seen, max_dimension, merge, sides, vectors)
         direction = scale_by_soap(
-            b1, b2, factor_decay, eps, period, debias, normalize, correction, least_eigenvalue, where
+            b1, b2, factor_decay, eps, period, debias, normalize, correction, where=seen_as(where, seen)
         )
         rate = scale_by_learning_rate(learning_rate)
         if decay_moved:
             return chain(direction, rate, subtract_decay_of_moved(weight_decay, learning_rate, after=1))
         return chain(direction, add_decayed_weights(weight_decay), rate)
 
-    return routed(of, learning_rate, view, views, others, labels)
+    return routed(of, learning_rate, matrices, others)
 
 
 def shampoo(
@@ -107,27 +93,19 @@ def shampoo(
     damping: Damping = "root",
     exponent: Hyperparameter | None = None,
     period: int = 10,
-    graft: Graft = "adam",
-    graft_decay: Hyperparameter = 0.999,
-    graft_eps: Hyperparameter = 1e-8,
-    start: int | None = None,
+    graft: Grafting = ADAM,
     debias: bool = True,
-    momentum: Hyperparameter | None = None,
-    nesterov: bool = False,
+    momentum: Hyperparameter | Trace | None = None,
     weight_decay: Hyperparameter = 0.01,
-    max_dimension: int = 8192,
-    merge: bool = False,
-    sides: Sides = "all",
-    vectors: bool = False,
-    view: MatrixView | None = None,
-    views: Mapping[str, MatrixView] | None = None,
-    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
-    labels: Callable[[str, Tensor], str] | None = None,
+    where: Kronecker = OF_SHAMPOO,
+    others: Others = None,
+    matrices: Matrices = MATRICES,
 ) -> Chain | Partition:
     """Shampoo (Gupta et al. 2018, https://arxiv.org/abs/1802.09568): gradients between inverse roots of their mean products.
 
     By default with the size of Adam's steps for each matrix, so that AdamW's learning rates may be kept, and with Adam for vectors. The
-    paper's form is ``shampoo(lr, b1=None, b2=None, eps=1e-4, damping="start", period=1, graft="none", vectors=True)``.
+    paper's form is ``shampoo(lr, b1=None, b2=None, eps=1e-4, damping="start", period=1, graft=Grafting("none"),
+    where=Kronecker(vectors=True))``.
 
     Args:
         learning_rate: Non-negative.
@@ -138,38 +116,25 @@ def shampoo(
         damping: Before the root is taken (``"root"``), or at the start (``"start"``).
         exponent: The exponent of the inverse roots; None: 1/4 for both sides of a matrix, 1/2 for a single side.
         period: Updates between two refreshes of the roots.
-        graft: The optimizer that gives the steps' size: ``"adam"``, ``"rmsprop"``, ``"adagrad"``, ``"sgd"``, or ``"none"``.
-        graft_decay: Decay rate of its squares, in [0, 1).
-        graft_eps: Added to its roots.
-        start: The update from which the matrices are used; None: the first refresh after the first update.
+        graft: The optimizer that gives the steps' size.
         debias: Correct the bias of means.
-        momentum: Decay rate of a momentum of the steps, in [0, 1), summed as SGD's; None: no momentum.
-        nesterov: Whether it is Nesterov's.
+        momentum: Decay rate of a momentum of the steps, in [0, 1), summed as SGD's; or ``everybit.trace(0.9, nesterov=True)``. None: no
+            momentum.
         weight_decay: Non-negative; decoupled, as AdamW's.
-        max_dimension: A longer dimension has no matrix.
-        merge: Join neighbouring dimensions up to this length.
-        sides: ``"smaller"``: a matrix for the shorter side of each matrix alone.
-        vectors: A matrix for vectors too.
-        view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its matrix.
-        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        where: Which dimensions have a matrix; by default those of up to 8,192 rows.
         others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: Shampoo steps them.
-        labels: Which these are, as for :func:`everybit.muon`.
+        matrices: Which parameters are matrices, and how each is seen.
 
     Raises:
         ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
     """
 
     def of(seen: MatrixView | None) -> Chain:
-        where = Kronecker(seen, max_dimension, merge, sides, vectors)
-        direction = scale_by_shampoo(
-            b1, b2, eps, damping, exponent, period, graft, graft_decay, graft_eps, start, debias, where
-        )
-        if nesterov and momentum is None:
-            raise ValueError("nesterov: got True without momentum; Nesterov momentum needs momentum above zero.")
-        after = [] if momentum is None else [trace(momentum, nesterov=nesterov)]
+        direction = scale_by_shampoo(b1, b2, eps, damping, exponent, period, graft, debias, seen_as(where, seen))
+        after = [] if momentum is None else [momentum if isinstance(momentum, Trace) else trace(momentum)]
         return chain(direction, *after, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
-    return routed(of, learning_rate, view, views, others, labels)
+    return routed(of, learning_rate, matrices, others)
 
 
 def kron(
@@ -183,14 +148,9 @@ def kron(
     normalize: bool = False,
     max_rms: Hyperparameter | None = 1.1,
     weight_decay: Hyperparameter = 0.0,
-    max_dimension: int = 2048,
-    merge: bool = False,
-    sides: Sides = "all",
-    vectors: bool = False,
-    view: MatrixView | None = None,
-    views: Mapping[str, MatrixView] | None = None,
-    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
-    labels: Callable[[str, Tensor], str] | None = None,
+    where: Kronecker = OF_KRON,
+    others: Others = None,
+    matrices: Matrices = MATRICES,
 ) -> Chain | Partition:
     """PSGD with a Kronecker preconditioner (Li 2015, https://arxiv.org/abs/1512.04202; 2024, https://arxiv.org/abs/2402.11858).
 
@@ -206,25 +166,21 @@ def kron(
         normalize: Divide each gradient by its norm first.
         max_rms: The root mean square to which a direction is limited; None: it is not.
         weight_decay: Non-negative; decoupled, as AdamW's.
-        max_dimension: A longer dimension has a diagonal in the place of a matrix.
-        merge: Join neighbouring dimensions up to this length.
-        sides: ``"smaller"``: a matrix for the shorter side of each matrix, a diagonal for the longer.
-        vectors: A matrix for vectors, which have a diagonal otherwise.
-        view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its matrix.
-        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        where: Which dimensions have a matrix; by default those of up to 2,048 rows; others have a diagonal.
         others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: Kron steps them.
-        labels: Which these are, as for :func:`everybit.muon`.
+        matrices: Which parameters are matrices, and how each is seen.
 
     Raises:
         ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
     """
 
     def of(seen: MatrixView | None) -> Chain:
-        where = Kronecker(seen, max_dimension, merge, sides, vectors)
-        direction = scale_by_kron(b1, preconditioner_rate, period, start, of_momentum, normalize, max_rms, where)
+        direction = scale_by_kron(
+            b1, preconditioner_rate, period, start, of_momentum, normalize, max_rms, seen_as(where, seen)
+        )
         return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
-    return routed(of, learning_rate, view, views, others, labels)
+    return routed(of, learning_rate, matrices, others)
 
 
 def dion(
@@ -235,10 +191,8 @@ def dion(
     eps: Hyperparameter = 1e-8,
     scale: Scale = "spectral_unclamped",
     weight_decay: Hyperparameter = 0.01,
-    view: MatrixView | None = None,
-    views: Mapping[str, MatrixView] | None = None,
     others: Others = adamw,
-    labels: Callable[[str, Tensor], str] | None = None,
+    matrices: Matrices = MATRICES,
 ) -> Chain | Partition:
     """Dion (Ahn et al. 2025, https://arxiv.org/abs/2504.05295): orthonormal updates of low rank, and momentum that keeps the rest.
 
@@ -252,10 +206,8 @@ def dion(
         eps: Added to the norms of columns.
         scale: Factor of the update, from rows and columns; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`.
         weight_decay: Non-negative; decoupled, by the learning rate without the scale.
-        view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
-        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
         others: A function from a learning rate to the optimizer of all but matrices; None: there are no others.
-        labels: Which these are, as for :func:`everybit.muon`.
+        matrices: Which parameters are matrices, and how each is seen.
 
     Raises:
         ValueError: A hyperparameter out of range; from ``init``, a parameter that is no matrix, or that a view does not fit.
@@ -265,7 +217,7 @@ def dion(
         direction = scale_by_dion(decay, rank_divisor, eps, scale, seen)
         return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
-    return routed(of, learning_rate, view, views, others, labels)
+    return routed(of, learning_rate, matrices, others)
 
 
 def galore(
@@ -280,10 +232,8 @@ def galore(
     weight_decay: Hyperparameter = 0.0,
     basis: Basis = "singular",
     side: ProjectedSide = "smaller",
-    view: MatrixView | None = None,
-    views: Mapping[str, MatrixView] | None = None,
-    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
-    labels: Callable[[str, Tensor], str] | None = None,
+    others: Others = None,
+    matrices: Matrices = MATRICES,
 ) -> Chain | Partition:
     """GaLore (Zhao et al. 2024, https://arxiv.org/abs/2403.03507): Adam in a subspace of low rank, with state of that size.
 
@@ -300,10 +250,8 @@ def galore(
         weight_decay: Non-negative; of weights that have moved, times the learning rate, as the authors do.
         basis: ``"singular"``: singular vectors; ``"random"``: random vectors.
         side: The dimension that is projected.
-        view: How parameters become matrices; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
-        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
         others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: GaLore steps them.
-        labels: Which these are, as for :func:`everybit.muon`.
+        matrices: Which parameters are matrices, and how each is seen.
 
     Raises:
         ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
@@ -315,7 +263,7 @@ def galore(
         decay = subtract_decay_of_moved(weight_decay, learning_rate)
         return chain(direction, scale_by_learning_rate(learning_rate), decay)
 
-    return routed(of, learning_rate, view, views, others, labels)
+    return routed(of, learning_rate, matrices, others)
 
 
 def apollo(
@@ -332,10 +280,8 @@ def apollo(
     weight_decay: Hyperparameter = 0.0,
     basis: Basis = "random",
     side: ProjectedSide = "smaller",
-    view: MatrixView | None = None,
-    views: Mapping[str, MatrixView] | None = None,
-    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
-    labels: Callable[[str, Tensor], str] | None = None,
+    others: Others = None,
+    matrices: Matrices = MATRICES,
 ) -> Chain | Partition:
     """APOLLO (Zhu et al. 2024, https://arxiv.org/abs/2412.05270): gradients, scaled as Adam scales a random projection of them.
 
@@ -355,10 +301,8 @@ def apollo(
         weight_decay: Non-negative; of weights that have moved, times the learning rate, as the authors do.
         basis: ``"random"``: of random vectors, which are not stored; ``"singular"``: of singular vectors, as GaLore's.
         side: The dimension that is projected.
-        view: How parameters become matrices; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
-        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
         others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: APOLLO steps them.
-        labels: Which these are, as for :func:`everybit.muon`.
+        matrices: Which parameters are matrices, and how each is seen.
 
     Raises:
         ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
@@ -370,4 +314,4 @@ def apollo(
         decay = subtract_decay_of_moved(weight_decay, learning_rate)
         return chain(direction, scale_by_learning_rate(learning_rate), decay)
 
-    return routed(of, learning_rate, view, views, others, labels)
+    return routed(of, learning_rate, matrices, others)

@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import Any, Literal, NotRequired, TypedDict, get_args
+from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
-from everybit.base import Schedule, cos, require
+from everybit.base import Schedule, cos, require, require_word
 from everybit.schedules.basic import (
     CosineDecaySchedule,
     JoinSchedules,
@@ -55,7 +55,7 @@ class InterpolatedSchedule:
     interpolation: Interpolation = "linear"
 
     def __post_init__(self) -> None:
-        _require_interpolation(self.interpolation)
+        require_word("interpolation", self.interpolation, Interpolation)
         for place, value in self.points:
             require("points", place, 0.0, schedule=False)
             require("points", value, schedule=False)
@@ -315,8 +315,3 @@ def _require_factors(factors: tuple[tuple[int, float], ...]) -> None:
     for boundary, factor in factors:
         require_steps("factors", boundary)
         require("factors", factor, 0.0, schedule=False)
-
-
-def _require_interpolation(value: object) -> None:
-    if value not in get_args(Interpolation):
-        raise ValueError(f"interpolation: got {value!r}; accepted are {', '.join(map(repr, get_args(Interpolation)))}.")

@@ -25,6 +25,7 @@ from everybit.combinators import (
     partition,
     skip_large_updates,
 )
+from everybit.linalg import Kronecker, NewtonSchulz
 from everybit.optimizers import (
     adabelief,
     adadelta,
@@ -82,6 +83,7 @@ from everybit.schedules import (
 )
 from everybit.testing.checks.conditions import Build
 from everybit.transforms import (
+    Grafting,
     add_cautious_decay,
     add_corrected_decay,
     add_decayed_weights,
@@ -241,9 +243,7 @@ _BUILDS: dict[str, Build] = {
         lr,
         average=False,
         nesterov=False,
-        coefficients="polar_express",
-        arithmetic="float64",
-        normalization="polar_express",
+        iteration=NewtonSchulz(coefficients="polar_express", arithmetic="float64", normalization="polar_express"),
         scale="match_rms_adamw",
         decay_kind="cautious",
         others=sgd,
@@ -252,16 +252,27 @@ _BUILDS: dict[str, Build] = {
         {"matrix": torch_muon(lr, arithmetic="float64"), "tensor": sgd(lr)},
         lambda _, leaf: "matrix" if leaf.ndim == 2 else "tensor",
     ),
-    "muon with others": lambda lr: muon(lr, arithmetic="float64", others=adamw),
+    "muon with others": lambda lr: muon(lr, iteration=NewtonSchulz(arithmetic="float64"), others=adamw),
     "muon equalized": lambda lr: muon(
-        lr, arithmetic="float64", before="both", after="columns_then_rows", batching="together", others_rate=0.5
+        lr,
+        iteration=NewtonSchulz(arithmetic="float64", batching="together"),
+        before="both",
+        after="columns_then_rows",
+        others_rate=0.5,
     ),
-    "normuon": lambda lr: normuon(lr, arithmetic="float64", debias=True, side="longer", norm="exact"),
-    "soap": lambda lr: soap(lr, period=2, sides="smaller", weight_decay=0.1),
+    "normuon": lambda lr: normuon(lr, iteration=NewtonSchulz(arithmetic="float64"), side="longer", norm="exact"),
+    "soap": lambda lr: soap(lr, period=2, where=Kronecker(sides="smaller"), weight_decay=0.1),
     "soap corrected": lambda lr: soap(
-        lr, b1=0.8, period=2, max_dimension=5, correction="kl", normalize=True, weight_decay=1.0, decay_moved=False
+        lr,
+        b1=0.8,
+        period=2,
+        where=Kronecker(max_dimension=5),
+        correction="kl",
+        normalize=True,
+        weight_decay=1.0,
+        decay_moved=False,
     ),
-    "shampoo": lambda lr: shampoo(lr, period=2, sides="smaller", weight_decay=0.1),
+    "shampoo": lambda lr: shampoo(lr, period=2, where=Kronecker(sides="smaller", max_dimension=8192), weight_decay=0.1),
     "shampoo of sums": lambda lr: shampoo(
         lr,
         b1=None,
@@ -269,13 +280,18 @@ _BUILDS: dict[str, Build] = {
         eps=0.1,
         damping="start",
         period=2,
-        graft="none",
-        momentum=0.5,
-        nesterov=True,
-        max_dimension=5,
+        graft=Grafting(of="none"),
+        momentum=trace(0.5, nesterov=True),
+        where=Kronecker(max_dimension=5),
     ),
-    "kron": lambda lr: kron(lr, period=2, max_dimension=5, weight_decay=0.1),
-    "kron of gradients": lambda lr: kron(lr, of_momentum=False, normalize=True, max_rms=None, vectors=True, merge=True),
+    "kron": lambda lr: kron(lr, period=2, where=Kronecker(max_dimension=5), weight_decay=0.1),
+    "kron of gradients": lambda lr: kron(
+        lr,
+        of_momentum=False,
+        normalize=True,
+        max_rms=None,
+        where=Kronecker(vectors=True, merge=True, max_dimension=2048),
+    ),
     "dion": lambda lr: dion(lr, rank_divisor=2, others=adamw),
     "galore": lambda lr: galore(lr, rank=2, period=2, weight_decay=0.1),
     "low rank lion": lambda lr: chain(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from everybit.base import (
     mean,
     require_count,
     require_step,
+    require_word,
     sqrt,
     tree,
 )
@@ -59,8 +60,7 @@ class ClipByUnitNorm(Memoryless, WholeTensors):
 
     def __post_init__(self) -> None:
         WholeTensors.__post_init__(self)
-        if self.units not in get_args(Units):
-            raise ValueError(f"units: got {self.units!r}; accepted are {', '.join(map(repr, get_args(Units)))}.")
+        require_word("units", self.units, Units)
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the clipped updates."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from everybit.base import (
     mean,
     require,
     require_step,
+    require_word,
     sqrt,
     sum_of_squares,
     tree,
 )
-from everybit.linalg import Arithmetic, Batching, Coefficients, Normalization, factored, orthogonalized, triples
+from everybit.linalg import NewtonSchulz, factored
 from everybit.protocol import ALONE, Context, SlotDecay
 from everybit.transforms.matrix_wise import (
     MatrixWise,
@@ -76,7 +77,7 @@ class Equalize(Stateless):
 
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)
-        require_sides("sides", self.sides)
+        require_word("sides", self.sides, Sides)
         require("eps", self.eps, 0.0)
 
     def init(self, params: P) -> Empty:
@@ -98,16 +99,6 @@ class Equalize(Stateless):
             return x
 
         return self.of_batches(lambda batch: alone(one, batch), updates), state
-
-
-def require_sides(name: str, sides: object) -> None:
-    """Refuse a value that is not in :data:`Sides`.
-
-    Raises:
-        ValueError: It is not in there; the message has the argument's ``name``.
-    """
-    if sides not in get_args(Sides):
-        raise ValueError(f"{name}: got {sides!r}; accepted are {', '.join(map(repr, get_args(Sides)))}.")
 
 
 def _over_length(x: Tensor, dim: int, eps: Scalar) -> Tensor:
@@ -133,19 +124,11 @@ class Orthogonalize(Stateless):
     Args:
         view: The view of a parameter as matrices, such as :func:`everybit.heads`. None: two dimensions are a matrix, and four or
             five, a convolution, is flattened to ``(first, all others)``. For other views of parameters with certain names there is
-            :func:`everybit.partition`, or ``views=`` of :func:`everybit.muon`.
-        coefficients: ``"quintic"`` (Keller Jordan's), ``"cubic"``, ``"polar_express"``, ``"deepseek"``, or triples :math:`(a_k, b_k, c_k)`
-            of each step, the last of which is repeated.
-        steps: Steps in the iteration, from 1 to 99.
-        arithmetic: The dtype of the iteration.
-        normalization: ``"frobenius"``: the norm is at least ``eps``. ``"polar_express"``: 1.01 times the norm, plus ``eps``.
-        eps: Above zero.
+            :func:`everybit.partition`, or :class:`everybit.Matrices`.
+        iteration: How the nearest orthogonal matrix is approached.
         scale: :math:`s`, from the rows and columns of each matrix. ``"original"``: :math:`\sqrt{\max(1, r/c)}`; ``"match_rms_adamw"``:
             :math:`0.2\sqrt{\max(r, c)}`, with which AdamW's learning rates may be kept; ``"spectral_unclamped"``: :math:`\sqrt{r/c}`;
             a number; a function of both.
-        batching: ``"alone"``: each matrix is computed by itself, so that its bits do not depend on which others there are, nor on how
-            parameters are sharded. ``"together"``: the matrices of one parameter, such as its experts, go through batched products:
-            faster for many small matrices, but their bits depend on how many there are.
 
     Raises:
         TypeError: ``view`` is not a view.
@@ -155,27 +138,11 @@ class Orthogonalize(Stateless):
         Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; factors: Liu et al. 2025, https://arxiv.org/abs/2502.16982.
     """
 
-    coefficients: Coefficients = "quintic"
-    steps: int = 5
-    arithmetic: Arithmetic = "bfloat16"
-    normalization: Normalization = "frobenius"
-    eps: Hyperparameter = 1e-7
+    iteration: NewtonSchulz = field(default_factory=NewtonSchulz)  # a default that torch 2.11 traces
     scale: Scale = "original"
-    batching: Batching = "alone"
 
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 1 <= self.steps < 100:
-            raise ValueError(f"steps: got {self.steps!r}; accepted is a whole number of steps, from 1 to 99.")
-        triples(self.coefficients, self.steps)
-        for name, value, accepted in (
-            ("arithmetic", self.arithmetic, get_args(Arithmetic)),
-            ("normalization", self.normalization, get_args(Normalization)),
-            ("batching", self.batching, get_args(Batching)),
-        ):
-            if value not in accepted:
-                raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, accepted))}.")
-        require_above_zero("eps", self.eps)
         require_scale(self.scale)
 
     def init(self, params: P) -> Empty:
@@ -185,19 +152,9 @@ class Orthogonalize(Stateless):
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the orthogonal updates."""
-        coefficients = triples(self.coefficients, self.steps)
-        eps = at(self.eps, ctx.step, name="eps")
 
         def of_batch(batch: Tensor) -> Tensor:
-            found = orthogonalized(
-                batch,
-                coefficients,
-                arithmetic=self.arithmetic,
-                normalization=self.normalization,
-                eps=eps,
-                batching=self.batching,
-            )
-            return scaled(found, self.scale, batch.shape)
+            return scaled(self.iteration.orthogonalized(batch), self.scale, batch.shape)
 
         return self.of_batches(of_batch, updates), state
 
@@ -210,9 +167,7 @@ class Orthogonalize(Stateless):
         total = 0.0
         for *batch, rows, columns in self.matrices(shape):
             short, long = sorted((rows, columns))
-            of_each = sum(
-                2 * short**2 * long + (short**3 if c else 0) for *_, c in triples(self.coefficients, self.steps)
-            )
+            of_each = sum(2 * short**2 * long + (short**3 if c else 0) for *_, c in self.iteration.triples)
             total += math.prod(batch) * of_each
         return total
 
@@ -274,9 +229,8 @@ class ScaleByNorMuon(MatrixWise):
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)
         require_above_zero("eps", self.eps)
-        for name, value, accepted in (("side", self.side, get_args(Side)), ("norm", self.norm, get_args(Norm))):
-            if value not in accepted:
-                raise ValueError(f"{name}: got {value!r}; accepted are {' and '.join(map(repr, accepted))}.")
+        require_word("side", self.side, Side)
+        require_word("norm", self.norm, Norm)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``variance`` decays with ``b2``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from everybit.base import (
     require_count,
     require_each,
     require_step,
+    require_word,
     sqrt,
     square_root,
     tree,
@@ -248,10 +249,7 @@ class ScaleByApollo(WholeTensors):
         WholeTensors.__post_init__(self)
         if self.limit is not None:
             require("limit", self.limit, 1.0)
-        if self.scale_type not in get_args(ScaledBy):
-            raise ValueError(
-                f"scale_type: got {self.scale_type!r}; accepted are {', '.join(map(repr, get_args(ScaledBy)))}."
-            )
+        require_word("scale_type", self.scale_type, ScaledBy)
 
     @property
     def draws(self) -> bool:

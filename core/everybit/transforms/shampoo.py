@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from everybit.base import (
     require,
     require_count,
     require_step,
+    require_word,
     sqrt,
     tree,
 )
@@ -31,10 +32,39 @@ P = TypeVar("P")
 
 
 Graft = Literal["none", "sgd", "adagrad", "rmsprop", "adam"]
-"""Whose size the direction gets, for each matrix."""
+"""Optimizers with a size for the direction of each matrix; ``"none"``: it keeps its own."""
 
 Damping = Literal["root", "start"]
 """Where ``eps`` is added: to the eigenvalues before their root is taken, or to the matrices before the first update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grafting:
+    """The optimizer whose size Shampoo's direction gets, for each matrix.
+
+    Args:
+        of: ``"adam"``, ``"rmsprop"`` (no bias corrected), ``"adagrad"``, ``"sgd"`` (the mean itself), or no optimizer: ``"none"``.
+        decay: Decay rate of the squares of ``"adam"`` and ``"rmsprop"``, in [0, 1).
+        eps: Added to their roots, and to that of ``"adagrad"``; unit of the gradient.
+        start: The update from which Shampoo's matrices are used; before it, steps are those of the optimizer. None: the first refresh
+            after the first update.
+
+    Raises:
+        ValueError: An argument out of range, or a ``start`` without an optimizer.
+    """
+
+    of: Graft = "adam"
+    decay: float = 0.999
+    eps: float = 1e-8
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        require_word("of", self.of, Graft)
+        require("decay", self.decay, 0.0, 1.0, open_high=True, schedule=False)
+        require("eps", self.eps, 0.0, schedule=False)
+        require_count("start", self.start, "a whole number of updates", optional=True)
+        if self.of == "none" and self.start not in (None, 1):
+            raise ValueError(f"start: got {self.start} without a graft to take before; accepted are None and 1.")
 
 
 @tree.state
@@ -74,11 +104,7 @@ class ScaleByShampoo(WholeTensors):
         damping: ``"root"``: as above. ``"start"``: :math:`L_0 = R_0 = \epsilon I`, as the paper.
         exponent: :math:`e`; None: 1 over twice the number of dimensions that have a matrix, 1/4 for both sides of one, 1/2 for one side.
         period: Updates between two refreshes of the roots, at least 1.
-        graft: ``"adam"``, ``"rmsprop"`` (no bias corrected), ``"adagrad"``, ``"sgd"`` (the mean itself), or no graft: ``"none"``.
-        graft_decay: Decay rate of the squares of ``"adam"`` and ``"rmsprop"``, in [0, 1).
-        graft_eps: Added to their roots, and to that of ``"adagrad"``; unit of the gradient.
-        start: The update from which the matrices are used; before it, :math:`D_t` is taken. None: with a graft the first refresh after the
-            first update, else 1.
+        graft: The optimizer whose size the direction gets.
         debias: Correct the bias of :math:`m`, and of :math:`L` and :math:`R` where they are means and begin at zero.
         where: Which dimensions have a matrix.
 
@@ -97,28 +123,17 @@ class ScaleByShampoo(WholeTensors):
     damping: Damping = "root"
     exponent: NonNegative | None = None
     period: int = 10
-    graft: Graft = "adam"
-    graft_decay: Hyperparameter = 0.999
-    graft_eps: NonNegative = 1e-8
-    start: int | None = None
+    graft: Grafting = field(default_factory=lambda: Grafting())  # a default that torch 2.11 traces
     debias: bool = True
     where: Kronecker = field(default_factory=lambda: Kronecker(max_dimension=8192))  # a default that torch 2.11 traces
 
     def __post_init__(self) -> None:
         WholeTensors.__post_init__(self)
-        for name in ("b1", "b2", "graft_decay"):
+        for name in ("b1", "b2"):
             if getattr(self, name) is not None:
                 require(name, getattr(self, name), 0.0, 1.0, open_high=True)
         require_count("period", self.period, "a whole number of updates")
-        require_count("start", self.start, "a whole number of updates", optional=True)
-        for name, value, accepted in (
-            ("damping", self.damping, get_args(Damping)),
-            ("graft", self.graft, get_args(Graft)),
-        ):
-            if value not in accepted:
-                raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, accepted))}.")
-        if self.graft == "none" and self.start not in (None, 1):
-            raise ValueError(f"start: got {self.start} without a graft to take before; accepted are None and 1.")
+        require_word("damping", self.damping, Damping)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``roots`` may not be rounded to nearest in 16 bits, the others by their rates.
@@ -127,7 +142,7 @@ class ScaleByShampoo(WholeTensors):
         its sign.
         """
         rate = 1.0 if self.b2 is None else self.b2
-        squares = {"none": rate, "sgd": 0.0, "adagrad": 1.0}.get(self.graft, self.graft_decay)
+        squares = {"none": rate, "sgd": 0.0, "adagrad": 1.0}.get(self.graft.of, self.graft.decay)
         return (
             SlotDecay("momentum", 0.0 if self.b1 is None else self.b1),
             SlotDecay("variance", squares, squares=True),
@@ -196,7 +211,7 @@ class ScaleByShampoo(WholeTensors):
         factors = tree.map(added, updates, state.factors)
         roots = ctx.every(self.period, refreshed, lambda: state.roots)
         sized = self._sized(step, unbias_factors, eps)
-        begins = self.start if self.start is not None else 1 if self.graft == "none" else self.period + 1
+        begins = self.graft.start if self.graft.start is not None else 1 if self.graft.of == "none" else self.period + 1
 
         def direction(g: Tensor, m: Any, v: Any, matrices: dict[str, Tensor]) -> Tensor:
             mean = g if b1 is None else (m.reshape(-1) * unbias).reshape(m.shape)
@@ -211,9 +226,9 @@ class ScaleByShampoo(WholeTensors):
         return tree.map(direction, updates, momentum, variance, roots), ShampooState(momentum, variance, factors, roots)
 
     def _keeps_squares(self, p: Tensor) -> bool:
-        if self.graft == "none":
+        if self.graft.of == "none":
             return not all(any(block.has) for block in self.where.blocks(p.shape))
-        return self.graft != "sgd"
+        return self.graft.of != "sgd"
 
     def _exponents(self, p: Tensor, step: Tensor) -> dict[str, Scalar]:
         found: dict[str, Scalar] = {}
@@ -225,8 +240,8 @@ class ScaleByShampoo(WholeTensors):
 
     def _squared(self, step: Tensor, b2: Scalar | None) -> Any:
         """The sums or means of squares after this update."""
-        sums = self.graft == "adagrad" or (self.graft == "none" and b2 is None)
-        rate = b2 if self.graft == "none" and b2 is not None else at(self.graft_decay, step, name="graft_decay")
+        sums = self.graft.of == "adagrad" or (self.graft.of == "none" and b2 is None)
+        rate = b2 if self.graft.of == "none" and b2 is not None else at(self.graft.decay, step, name="graft.decay")
 
         def squared(g: Tensor, v: Any) -> Any:
             if isinstance(v, dict):
@@ -237,14 +252,16 @@ class ScaleByShampoo(WholeTensors):
 
     def _sized(self, step: Tensor, unbias_factors: Scalar, eps: Scalar) -> Any:
         """The direction that is grafted, from the mean of gradients and the squares."""
-        graft_eps = at(self.graft_eps, step, name="graft_eps")
-        unbias = _unbias(at(self.graft_decay, step, name="graft_decay"), step) if self.graft == "adam" else 1.0
+        graft_eps = at(self.graft.eps, step, name="graft.eps")
+        unbias = _unbias(at(self.graft.decay, step, name="graft.decay"), step) if self.graft.of == "adam" else 1.0
 
         def sized(mean: Tensor, v: Any) -> Tensor:
             if isinstance(v, dict):
                 return mean
             flat, squares = mean.reshape(-1), v.reshape(-1)
-            root = sqrt(squares * unbias_factors + eps) if self.graft == "none" else sqrt(squares * unbias) + graft_eps
+            root = (
+                sqrt(squares * unbias_factors + eps) if self.graft.of == "none" else sqrt(squares * unbias) + graft_eps
+            )
             return (flat / root).reshape(mean.shape)
 
         return sized
@@ -255,7 +272,7 @@ class ScaleByShampoo(WholeTensors):
         found = mean
         for dim, name in block.dimensions:
             found = times(found, roots[name], dim, block.batch)
-        if self.graft == "none":
+        if self.graft.of == "none":
             return found
         own, wanted = root_mean_square(found, block.batch), root_mean_square(size, block.batch)
         known = own > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from everybit.base import (
     mean,
     require_count,
     require_step,
+    require_word,
     sqrt,
     sum_of_squares,
     tree,
@@ -107,10 +108,7 @@ class ScaleBySoap(WholeTensors):
     def __post_init__(self) -> None:
         WholeTensors.__post_init__(self)
         require_count("period", self.period, "a whole number of updates")
-        if self.correction not in get_args(Correction):
-            raise ValueError(
-                f"correction: got {self.correction!r}; accepted are {', '.join(map(repr, get_args(Correction)))}."
-            )
+        require_word("correction", self.correction, Correction)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``basis`` moves slowly where neighbouring eigenvalues are nearly equal, the others by their rates."""

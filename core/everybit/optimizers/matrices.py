@@ -1,0 +1,144 @@
+"""Which parameters of a model are matrices, how each is seen, and the optimizer of the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from everybit.base import Hyperparameter, plain_name, require, require_name, require_patterns
+from everybit.combinators import Chain, Partition, chain, partition
+from everybit.linalg import Kronecker, MatrixView, view_for
+from everybit.protocol import Transform
+from everybit.transforms import scale
+
+Others = Callable[[Hyperparameter], Transform[Any]] | None
+"""What steps parameters that are no hidden matrices, from a learning rate; None: there are none."""
+
+NOT_HIDDEN = (
+    r"(^|[._])(embs?|\w*embed\w*|wte|wpe|head|logits|classifier)([._]|$)|(^|\.)(shared|output|score)(\.weight)?$"
+)
+"""Names of the first and last layers, whose matrices are not orthogonalized: a table of vectors is no linear map between hidden states."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenMatrices:
+    """Label parameters ``"matrix"``, the pattern from ``views`` that fits, or ``"others"``; made by :class:`Matrices`.
+
+    Attributes:
+        views: Views of parameters by patterns of their names.
+        others: A regular expression that is found in the names of others; None: there are no others.
+        view: The view of parameters that no pattern fits; None: matrices as they are, convolutions flattened. Parameters that it does not
+            fit, by their number of dimensions, are among the others.
+        embeddings: Names of the embeddings of a model, by the types of its modules; None: the model is not known.
+    """
+
+    views: tuple[tuple[str, MatrixView], ...] = ()
+    others: str | None = NOT_HIDDEN
+    view: MatrixView | None = None
+    embeddings: frozenset[str] | None = None
+
+    def __call__(self, path: str, parameter: Tensor) -> str:
+        """Return the label of a parameter.
+
+        Raises:
+            ValueError: A matrix without a name, which would tell whether it is an embedding or a head.
+        """
+        return self._decide(path, parameter)[0]
+
+    def reason(self, path: str, parameter: Tensor) -> str:
+        """Return what decided that a parameter is among the others: its shape, its name, or its module; empty for matrices."""
+        return self._decide(path, parameter)[1]
+
+    def basis(self) -> str:
+        """Return what all labels are decided by."""
+        return "names and shapes" if self.embeddings is None else "types of modules, names and shapes"
+
+    def with_embeddings(self, names: Collection[str]) -> HiddenMatrices:
+        """Return the same labels, for a model of which these parameters are embeddings, whatever they are called."""
+        return replace(self, embeddings=frozenset(names))
+
+    def _decide(self, path: str, parameter: Tensor) -> tuple[str, str]:
+        name = plain_name(path)
+        if self.others is not None and parameter.ndim < 2:
+            return "others", "by shape"
+        for pattern, _ in self.views:
+            if re.search(pattern, name):
+                return pattern, ""
+        if self.others is None:
+            return "matrix", ""
+        seen = self.view or view_for(parameter.shape)
+        if seen is None or not seen.fits(parameter.ndim):
+            return "others", "by shape"
+        if name in (self.embeddings or ()):
+            return "others", "by the type of its module"
+        require_name(path, "labels", "whether it is an embedding or a head", "others=None or Matrices(labels=...)")
+        return ("others", "by name") if re.search(self.others, name) else ("matrix", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrices:
+    """Which parameters an optimizer of matrices steps, and how it sees each.
+
+    Args:
+        view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened; for optimizers with
+            a matrix for each dimension, as tensors.
+        views: Other views of parameters by regular expressions on their names, of which the first that is found decides. With ``others``
+            they apply to parameters of two dimensions or more, so that patterns need not leave out biases.
+        labels: Which parameters are these: a function of (path, parameter) that returns ``"matrix"``, a pattern of ``views``, or
+            ``"others"``. None: :class:`HiddenMatrices`: other parameters are those with an unfitting number of dimensions, or with the name
+            of an embedding or a head. :func:`everybit_torch.create`, given a model, and ``FlatStepper`` also know its ``nn.Embedding``
+            modules.
+    """
+
+    view: MatrixView | None = None
+    views: Mapping[str, MatrixView] | None = None
+    labels: Callable[[str, Tensor], str] | None = None
+
+
+MATRICES = Matrices()
+"""Every hidden matrix, as it is."""
+
+
+def routed(
+    of: Callable[[MatrixView | None], Chain],
+    learning_rate: Hyperparameter,
+    matrices: Matrices,
+    others: Others,
+    others_rate: Hyperparameter | None = None,
+) -> Chain | Partition:
+    """One optimizer of matrices as ``of(view)``, with views of their own for some, and of the other parameters; see :func:`muon`."""
+    view, views, labels = matrices.view, matrices.views, matrices.labels
+    if others is None and others_rate is not None:
+        raise ValueError(f"others_rate: got {others_rate!r} with others=None; accepted with it is None.")
+    if others_rate is not None:
+        require("others_rate", others_rate, 0.0)
+    if others is None and not views:
+        if labels is not None:
+            raise ValueError("labels: got a function with others=None and no views; accepted with them is None.")
+        return of(view)
+    given = dict(views or {})
+    require_patterns("views", given)
+    transforms: dict[str, Transform[Any]] = {"matrix": of(view), **{pattern: of(one) for pattern, one in given.items()}}
+    rest: dict[str, Transform[Any]] = {}
+    if others is not None:
+        rest["others"] = (
+            others(learning_rate) if others_rate is None else chain(others(learning_rate), scale(others_rate))
+        )
+    chosen = labels or HiddenMatrices(tuple(given.items()), NOT_HIDDEN if others is not None else None, view)
+    # Where all matrices have views of their own, the first transform has no parameters.
+    return partition({**transforms, **rest}, chosen, optional=("matrix", *rest) if given else tuple(rest))
+
+
+def seen_as(where: Kronecker, view: MatrixView | None) -> Kronecker:
+    """Return the dimensions with a matrix, of parameters that are seen so.
+
+    Raises:
+        ValueError: They have a view already.
+    """
+    if where.view is not None:
+        raise ValueError(f"where.view: got {where.view}; accepted is None, since matrices=Matrices(view=...) has it.")
+    return replace(where, view=view)

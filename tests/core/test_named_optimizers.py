@@ -107,3 +107,21 @@ def test_a_name_that_there_is_not_is_answered_with_the_nearest_and_the_list() ->
     with pytest.raises(ValueError, match=r"^--optimizer: got 'Schedule-Free-SGD' \(did you mean 'schedule_free_sgd'"):
         optimizer_named("Schedule-Free-SGD", field="--optimizer")
     assert optimizer_named("lamb") is eb.optimizers()["lamb"]
+
+
+OPTIONS = {"matrices": "Matrices", "iteration": "NewtonSchulz", "where": "Kronecker", "graft": "Grafting"}
+"""Arguments that take a value of options, and its class."""
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [(name, one) for name, each in eb.optimizers().items() for one in OPTIONS if one in each.arguments],
+)
+def test_options_are_of_their_class(name: eb.OptimizerName, argument: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{argument}: got 'smaller'; accepted is everybit\.{OPTIONS[argument]}\("):
+        eb.optimizers()[name].function(**{argument: "smaller"})
+
+
+def test_no_signature_has_more_than_fourteen_arguments() -> None:
+    for name, one in eb.optimizers().items():
+        assert len(one.arguments) <= 14, name

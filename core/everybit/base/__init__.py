@@ -42,6 +42,7 @@ from everybit.base.scalars import (
     is_zero,
     require,
     require_count,
+    require_options,
     require_step,
     require_word,
     square_root,
@@ -50,10 +51,10 @@ from everybit.base.tree import Slot, state
 
 __all__ = [
     "COMPUTE_DTYPES", "FLOAT_DTYPES", "LOW_DTYPES", "Blocks", "ComputeDType", "Finite", "FirstElement", "FloatDType", "Hyperparameter",
-    "Key", "Lane", "LowDType", "NonNegative", "Numbering", "Range", "Ranged", "Rate", "Scalar", "Scattered", "Schedule", "Share",
-    "Slot", "as_tensor", "at", "atan", "beside", "bias_correction", "by_name", "clamp", "cos", "dtype_name", "exp", "first_of_whole",
-    "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log", "materialize", "mean", "normal", "once",
-    "plain_name", "require", "require_count", "require_each", "require_member", "require_name", "require_patterns", "require_seed",
+    "Key", "Lane", "LowDType", "NonNegative", "Numbering", "Range", "Ranged", "Rate", "Scalar", "Scattered", "Schedule", "Share", "Slot",
+    "as_tensor", "at", "atan", "beside", "bias_correction", "by_name", "clamp", "cos", "dtype_name", "exp", "first_of_whole",
+    "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log", "materialize", "mean", "normal", "once", "plain_name",
+    "require", "require_count", "require_each", "require_member", "require_name", "require_options", "require_patterns", "require_seed",
     "require_step", "require_word", "sqrt", "square_root", "state", "state_dict", "straight_through", "stream", "sum_of_squares",
     "torch_dtype", "tree", "uniform", "without_autocast", "without_gaps",
 ]  # fmt: skip

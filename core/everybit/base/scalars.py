@@ -208,6 +208,16 @@ def require_word(name: str, value: object, words: Any) -> None:
         raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, get_args(words)))}.")
 
 
+def require_options(name: str, value: object, kind: type) -> None:
+    """Refuse a value that is not of the class of such options.
+
+    Raises:
+        TypeError: It is of another class.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: got {value!r}; accepted is everybit.{kind.__name__}(...).")
+
+
 def require_step(step: Tensor | None, who: str) -> Tensor:
     """Return the step of a context that needs to have one.
 

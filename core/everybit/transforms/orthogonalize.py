@@ -20,6 +20,7 @@ from everybit.base import (
     materialize,
     mean,
     require,
+    require_options,
     require_step,
     require_word,
     sqrt,
@@ -143,6 +144,7 @@ class Orthogonalize(Stateless):
 
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)
+        require_options("iteration", self.iteration, NewtonSchulz)
         require_scale(self.scale)
 
     def init(self, params: P) -> Empty:

@@ -19,6 +19,7 @@ from everybit.base import (
     materialize,
     require,
     require_count,
+    require_options,
     require_step,
     require_word,
     sqrt,
@@ -133,6 +134,7 @@ class ScaleByShampoo(WholeTensors):
             if getattr(self, name) is not None:
                 require(name, getattr(self, name), 0.0, 1.0, open_high=True)
         require_count("period", self.period, "a whole number of updates")
+        require_options("graft", self.graft, Grafting)
         require_word("damping", self.damping, Damping)
 
     def decays(self) -> tuple[SlotDecay, ...]:

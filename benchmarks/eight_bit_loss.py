@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from everybit_cli.compare.corpus import Batches, even_windows, load_corpus
-from everybit_cli.compare.experiment import VALIDATION_BYTES
 from everybit_cli.compare.model import SIZES, loss_of
-from everybit_cli.compare.training import learning_rate_share, new_model
+from everybit_cli.compare.training import VALIDATION_BYTES, learning_rate_share, new_model
 from machine import describe
 
 CONTEXT, BATCH, CLIP = 128, 8, 1.0

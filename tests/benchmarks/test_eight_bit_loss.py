@@ -8,10 +8,9 @@ import torch
 import everybit as eb
 from eight_bit_loss import BATCH, CONTEXT, SUBJECTS, Arguments, main, train
 from everybit_cli.compare.corpus import Batches, even_windows, load_corpus
-from everybit_cli.compare.experiment import VALIDATION_BYTES
 from everybit_cli.compare.model import SIZES
 from everybit_cli.compare.options import CompareOptions
-from everybit_cli.compare.training import Trainee
+from everybit_cli.compare.training import VALIDATION_BYTES, Trainee
 
 STEPS = 4
 

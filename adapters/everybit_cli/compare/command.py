@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from everybit_cli.compare.corpus import Corpus, load_corpus
-from everybit_cli.compare.experiment import run
 from everybit_cli.compare.options import DEFAULT_POLICIES, CompareOptions, Plan, check, check_context
 from everybit_cli.compare.progress import Bars
 from everybit_cli.compare.report import sheet, throughput
 from everybit_cli.compare.results import summarize
-from everybit_cli.compare.training import new_model
+from everybit_cli.compare.training import new_model, run
 from everybit_cli.errors import INTERRUPTED, OptionError
 from everybit_cli.files import check_out, keep_results
 from everybit_cli.machine import machine, threads, versions

@@ -11,11 +11,10 @@ from torch import nn
 
 import everybit as eb
 from everybit_cli.compare.corpus import Batches, Corpus
-from everybit_cli.compare.experiment import run, validation_steps
 from everybit_cli.compare.model import SIZES, loss_of
 from everybit_cli.compare.options import DEFAULT_POLICIES, CompareOptions, check
 from everybit_cli.compare.results import Record
-from everybit_cli.compare.training import UNTIMED_STEPS, Trainee, learning_rate_share, new_model
+from everybit_cli.compare.training import UNTIMED_STEPS, Trainee, learning_rate_share, new_model, run, validation_steps
 from everybit_cli.optimizers import named_optimizer
 from everybit_torch import TorchOptimizer, evaluation_weights
 from everybit_torch.drop_ins.creating import CLASSES

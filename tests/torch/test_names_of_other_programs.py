@@ -78,6 +78,16 @@ def test_arguments_that_there_are_not_are_named() -> None:
         OPTIMIZERS["rprop"](nn.Linear(2, 2).parameters(), weight_decay=0.1)  # type: ignore[call-arg]
 
 
+def test_options_are_plain_by_field() -> None:
+    groups = [{"params": [one]} for one in nn.Linear(3, 2).named_parameters()]
+    soap = OPTIMIZERS["soap"](groups, where_max_dimension=2, where_vectors=True)  # type: ignore[call-arg]
+    assert soap.param_groups[0]["where"] == eb.Kronecker(max_dimension=2, vectors=True)
+    muon = OPTIMIZERS["muon"](groups, iteration_steps=3)  # type: ignore[call-arg]
+    assert muon.param_groups[1]["iteration"] == eb.NewtonSchulz(steps=3)
+    with pytest.raises(ValueError, match=r"^steps: got 0; accepted is a whole number"):
+        OPTIMIZERS["muon"](groups, iteration_steps=0)  # type: ignore[call-arg]
+
+
 def test_names_of_other_programs_stand_for_names_of_ours() -> None:
     assert set(TRAINER_NAMES.values()) <= set(eb.optimizers())
     for name, given in TIMM_NAMES.values():

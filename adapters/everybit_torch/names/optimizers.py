@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,10 @@ def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
     """A class with plain arguments for an optimizer: its hyperparameters by torch's names, and how it is stored and stepped."""
     base: Any = CLASSES.get(entry.name, TorchOptimizer)
     defaults = {name: value for name, value in torch_defaults(entry.function).items() if name not in _CODE}
-    known = {**defaults, **_SETTINGS}
+    options = {name: defaults.pop(name) for name in list(defaults) if is_dataclass(defaults[name])}
+    parts = {f"{name}_{one.name}": (name, one.name) for name, own in options.items() for one in fields(own)}
+    parts = {flat: where for flat, where in parts.items() if where[1] not in _CODE}
+    known = {**defaults, **{flat: getattr(options[name], part) for flat, (name, part) in parts.items()}, **_SETTINGS}
 
     def begin(self: Any, params: Params, names_from: nn.Module | None = None, **given: Any) -> None:
         if "weight_decay" not in known and given.get("weight_decay") == 0:
@@ -29,6 +33,9 @@ def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
         for name in given:
             if name not in known:
                 raise TypeError(f"{title}: {name}: there is no such argument; accepted are {', '.join(known)}.")
+        for flat in parts.keys() & given.keys():
+            name, part = parts[flat]
+            given[name] = replace(given.get(name, options[name]), **{part: given.pop(flat)})
         if base is TorchOptimizer:
             params, function = for_model(params, entry.function, names_from)
             base.__init__(self, params, function, **(defaults | given))
@@ -57,8 +64,8 @@ def _parameter(name: str, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-_CODE = ("mask", "labels", "view", "views", "others")
-"""Arguments that are no plain values."""
+_CODE = ("mask", "labels", "matrices", "view", "others")
+"""Arguments that are no plain values. Options are plain by field: ``where_max_dimension`` is ``where=Kronecker(max_dimension=...)``."""
 
 _SETTINGS: Mapping[str, Any] = {"policy": None, "compile": "auto", "metrics": False, "seed": 0}
 _KINDS: Mapping[str, Any] = {"policy": PolicyName | None, "compile": Compile}

@@ -111,7 +111,7 @@ def save_config(config: object, path: str | Path) -> None:
 
     Raises:
         ValueError: Another suffix, or what no file can name, as :func:`config_to_dict` says.
-        ModuleNotFoundError: A YAML file, without PyYAML.
+        ModuleNotFoundError: A YAML file without PyYAML, or a TOML file without tomli-w.
     """
     written(path, config_to_dict(config))
 
@@ -163,7 +163,7 @@ def save_policy(policy: eb.Policy, path: str | Path) -> None:
 
     Raises:
         ValueError: Another suffix, or a format of the user's own, which no file can name.
-        ModuleNotFoundError: A YAML file, without PyYAML.
+        ModuleNotFoundError: A YAML file without PyYAML, or a TOML file without tomli-w.
     """
     written(path, policy_to_dict(policy))
 

@@ -37,7 +37,7 @@ def written(path: str | Path, data: dict[str, Any]) -> None:
 
     Raises:
         ValueError: The path has another suffix.
-        ModuleNotFoundError: A YAML file, without PyYAML.
+        ModuleNotFoundError: A YAML file without PyYAML, or a TOML file without tomli-w.
     """
     path = Path(path)
     path.write_text(_require(path, _WRITERS)(data), encoding="utf-8")
@@ -99,41 +99,13 @@ def _as_yaml(data: dict[str, Any]) -> str:
 
 
 def _as_toml(data: dict[str, Any]) -> str:
-    """Tables of scalars, lists and tables, as they come of configurations; all else of TOML is not needed to write these."""
-    lines: list[str] = []
-
-    def table(one: dict[str, Any], path: tuple[str, ...]) -> None:
-        lines.extend(f"{_key(key)} = {_value(value)}" for key, value in one.items() if not _is_table(value))
-        for key, value in one.items():
-            below = (*path, key)
-            header = ".".join(map(_key, below))
-            for item in value if isinstance(value, list) and _is_table(value) else [value]:
-                if isinstance(item, dict):
-                    lines.append(f"\n[[{header}]]" if isinstance(value, list) else f"\n[{header}]")
-                    table(item, below)
-
-    table(data, ())
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _is_table(value: object) -> bool:
-    """Whether a value has a header of its own: a table, or a list of them."""
-    return isinstance(value, dict) or (
-        isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
-    )
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, float):
-        return repr(value)
-    # Not as ASCII: JSON writes one character beyond 16 bits as two, which TOML refuses.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    try:
+        text: str = import_module("tomli_w").dumps(data)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "writing TOML needs tomli-w: pip install 'everybit[config]'.", name="tomli_w"
+        ) from error
+    return text
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": _json, ".yaml": _yaml, ".yml": _yaml}

@@ -15,8 +15,8 @@ from everybit.policies.presets import PRESETS
 from everybit.protocol import any_per_tensor
 from everybit.testing.registry import REGISTRY
 from everybit_torch import FlatStepper, MixedPrecision
-from everybit_torch.choosing import Decision, choices
 from everybit_torch.flat.stepper import BufferStepper
+from everybit_torch.label_resolution import Decision, choices
 
 
 @dataclass(frozen=True, slots=True)

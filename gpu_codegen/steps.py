@@ -12,7 +12,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.stepping import OptimizerState
 from everybit_torch.compiled import variants
-from everybit_torch.compiled.probing import is_number
+from everybit_torch.compiled.traceable_numbers import is_number
 from everybit_torch.compiled.variants import Inputs, Variants
 from everybit_torch.segments.segment import step_in_place
 from gpu_codegen.capture import Wrapper, captured

@@ -185,7 +185,7 @@ class Over(NamedTuple):
     counts: Callable[[Tensor], bool]
 
 
-def is_counted(parameter: Tensor, mesh: DeviceMesh) -> bool:
+def is_primary_copy(parameter: Tensor, mesh: DeviceMesh) -> bool:
     """Whether this rank, among those with the same part of a parameter, counts it. All ranks hold a plain tensor."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None

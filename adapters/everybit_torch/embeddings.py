@@ -13,8 +13,8 @@ import everybit as eb
 from everybit.combinators import Masked, Partition
 from everybit.policies import ByLabel
 from everybit.protocol import map_parts, transforms_in
-from everybit_torch.choosing import Tree
 from everybit_torch.compiled import Factory
+from everybit_torch.label_resolution import Tree
 
 P = TypeVar("P")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from everybit.combinators import matrices_of, routing_tables, shown_matrices
-from everybit_torch.choosing import require_labels_used, tree_of
+from everybit_torch.label_resolution import require_labels_used, tree_of
 from everybit_torch.optim import TorchOptimizer
 
 

@@ -27,7 +27,7 @@ WITH_EXAMPLES = {
     "everybit.stepping.optimizer",
     "everybit.stepping.metrics",
     "everybit.combinators.chain",
-    "everybit_torch.drop_ins.classes",
+    "everybit_torch.drop_ins.adam",
     "everybit_torch.optim.gradient_release",
     "everybit_torch.training.weight_decay",
     "everybit.policies.names",

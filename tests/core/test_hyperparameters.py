@@ -11,7 +11,7 @@ import torch
 
 import everybit as eb
 from everybit import testing
-from everybit.protocol.parts import transforms_in
+from everybit.protocol.traversal import transforms_in
 from everybit.testing import REGISTRY
 
 AT_LEAST_ZERO: dict[str, Any] = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
 from everybit_torch.collectives.reduction import CHUNK
-from everybit_torch.flat.squares import Squares
+from everybit_torch.flat.norm_partials import Squares
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import AdamW, FlatStepper, TorchOptimizer, create, plan, routing
-from everybit_torch.choosing import choices
 from everybit_torch.config import OptimizerConfig, algorithm
+from everybit_torch.label_resolution import choices
 
 WITH_OTHERS: dict[str, Any] = {"others": eb.adamw}
 MATRIX: dict[str, dict[str, Any]] = {

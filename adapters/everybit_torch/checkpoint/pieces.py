@@ -9,8 +9,8 @@ from torch import Tensor
 
 from everybit.stepping import entries
 from everybit.stepping.entries import Entry
-from everybit_torch.checkpoint.fit import elements
-from everybit_torch.checkpoint.parts import Flat, model_tensors
+from everybit_torch.checkpoint.compatibility import elements
+from everybit_torch.checkpoint.entries import Flat, model_tensors
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.flat import BufferStepper, Place
 from everybit_torch.optim import Own, load_all

@@ -7,8 +7,8 @@ import math
 from torch import Tensor
 
 from everybit.stepping.entries import Entry
-from everybit_torch.checkpoint.fit import elements
-from everybit_torch.checkpoint.parts import Flat, model_tensors
+from everybit_torch.checkpoint.compatibility import elements
+from everybit_torch.checkpoint.entries import Flat, model_tensors
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.fsdp2 import FSDP2Stepper

@@ -34,7 +34,8 @@ from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint import hyperparameters as saved_hyperparameters
 from everybit_torch.checkpoint.agreement import from_first, on_all, same_kind
-from everybit_torch.checkpoint.fit import require_same, require_ties
+from everybit_torch.checkpoint.compatibility import require_same, require_ties
+from everybit_torch.checkpoint.entries import Flat, SavedParts
 from everybit_torch.checkpoint.folders import (
     latest_checkpoint,
     make_folder,
@@ -45,7 +46,6 @@ from everybit_torch.checkpoint.folders import (
     remove_unless_named,
 )
 from everybit_torch.checkpoint.inventory import Inventory
-from everybit_torch.checkpoint.parts import Flat, SavedParts
 from everybit_torch.checkpoint.pending import PendingSave
 from everybit_torch.checkpoint.pieces import PieceParts
 from everybit_torch.checkpoint.rows import RowParts

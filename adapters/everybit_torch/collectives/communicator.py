@@ -338,7 +338,7 @@ class GroupAxis:
         self._communicators = communicators
 
     @property
-    def is_alone(self) -> bool:
+    def has_no_peers(self) -> bool:
         """Whether there is no other rank."""
         return all(communicator.size == 1 for communicator in self._communicators)
 
@@ -351,7 +351,7 @@ class GroupAxis:
         return self._reduce(value, dist.ReduceOp.MAX)
 
     def _reduce(self, value: Tensor, op: Op) -> Tensor:
-        if self.is_alone:
+        if self.has_no_peers:
             return value
         total = value.clone()
         if total.dtype is torch.bool:

@@ -10,7 +10,7 @@ from everybit_torch.compiled.compilation import (
     may_compile,
 )
 from everybit_torch.compiled.fused_sums import FusedSums
-from everybit_torch.compiled.probing import Factory, fits, is_number
+from everybit_torch.compiled.traceable_numbers import Factory, fits, is_number
 from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 
 __all__ = [

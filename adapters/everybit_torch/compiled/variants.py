@@ -22,7 +22,6 @@ from everybit.base import Blocks, Scattered
 from everybit.policies import AnyPolicy
 from everybit.stepping import OptimizerState
 from everybit_torch import notices
-from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiled.compilation import (
     DeclinedError,
     cause,
@@ -32,8 +31,9 @@ from everybit_torch.compiled.compilation import (
     reached_limit,
 )
 from everybit_torch.compiled.direct_calls import DirectCalls, is_settled
-from everybit_torch.compiled.probing import Factory, fits, is_number, needed_as_numbers, without_values
+from everybit_torch.compiled.traceable_numbers import Factory, fits, is_number, needed_as_numbers, without_values
 from everybit_torch.host_counts import Due
+from everybit_torch.label_resolution import Decision, applied
 from everybit_torch.streams import is_capturing
 
 _LOGGER = logging.getLogger("everybit_torch")

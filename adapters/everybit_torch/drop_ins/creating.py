@@ -15,7 +15,7 @@ from everybit.protocol import Transform
 from everybit.stepping import Unsafe
 from everybit.transforms import Grafting
 from everybit_torch.compiled import Factory
-from everybit_torch.drop_ins import classes, more_classes
+from everybit_torch.drop_ins import adam, adaptive, momentum
 from everybit_torch.embeddings import FactoryForModel, embeddings_of, policy_with_embeddings
 from everybit_torch.hyperparameter_names import torch_defaults
 from everybit_torch.optim import Params, TorchOptimizer, named_by
@@ -45,19 +45,19 @@ Option = (
 """What a hyperparameter may be: a number or a schedule, a choice by name, a mask or labels, another optimizer, or a value of options."""
 
 CLASSES: Mapping[OptimizerName, type[TorchOptimizer]] = {
-    "sgd": classes.SGD,
-    "adam": classes.Adam,
-    "adamw": classes.AdamW,
-    "lion": classes.Lion,
-    "rmsprop": classes.RMSprop,
-    "nadam": more_classes.NAdam,
-    "radam": more_classes.RAdam,
-    "adagrad": more_classes.Adagrad,
-    "adamax": more_classes.Adamax,
-    "adadelta": more_classes.Adadelta,
-    "torch_adafactor": more_classes.Adafactor,
-    "rprop": more_classes.Rprop,
-    "asgd": more_classes.ASGD,
+    "sgd": momentum.SGD,
+    "adam": adam.Adam,
+    "adamw": adam.AdamW,
+    "lion": momentum.Lion,
+    "rmsprop": momentum.RMSprop,
+    "nadam": adam.NAdam,
+    "radam": adam.RAdam,
+    "adagrad": adaptive.Adagrad,
+    "adamax": adam.Adamax,
+    "adadelta": adaptive.Adadelta,
+    "torch_adafactor": adaptive.Adafactor,
+    "rprop": momentum.Rprop,
+    "asgd": momentum.ASGD,
 }
 """The optimizers that have a class with torch's signature; all others are a :class:`TorchOptimizer` of their function."""
 

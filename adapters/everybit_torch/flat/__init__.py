@@ -1,10 +1,10 @@
 """Room ``flat``: models of which every rank has all weights, in flat buffers that ranks share out."""
 
 from everybit_torch.flat.cycle import Cycle
-from everybit_torch.flat.judging import judge, laid_out
 from everybit_torch.flat.layout import Buffer, Place
 from everybit_torch.flat.optimizer import LabelledGroups, ShareOptimizer
 from everybit_torch.flat.stepper import BufferStepper
+from everybit_torch.flat.validation import judge, laid_out
 
 __all__ = [
     "Buffer",

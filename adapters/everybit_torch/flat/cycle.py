@@ -17,8 +17,8 @@ from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.staging import StagingMemory
 from everybit_torch.collectives import Communicator, GroupAxis
 from everybit_torch.dtensors import local
+from everybit_torch.flat.norm_partials import Squares
 from everybit_torch.flat.optimizer import ShareOptimizer
-from everybit_torch.flat.squares import Squares
 from everybit_torch.routing import Routed
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.nonfinite import count_nonfinite

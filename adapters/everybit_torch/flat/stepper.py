@@ -15,10 +15,10 @@ from everybit_torch.collectives import GroupAxis
 from everybit_torch.compiled import FusedSums
 from everybit_torch.flat.buffers import FlatBuffer, Partial, Reduced
 from everybit_torch.flat.cycle import Cycle
-from everybit_torch.flat.judging import Judged
 from everybit_torch.flat.optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.flat.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.flat.turns import Turns
+from everybit_torch.flat.validation import Judged
 from everybit_torch.segments import Memory, Places
 from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.nonfinite import count_nonfinite
@@ -61,10 +61,10 @@ class BufferStepper(Cycle):
         )
         self._counts = self.outer.rank == 0 and (options.sharding.state or self.inner.rank == 0)
         axis = GroupAxis((self.inner,) if options.sharding.state else ())
-        self._optimizer.own.ranks = None if axis.is_alone else (axis, True)
+        self._optimizer.own.ranks = None if axis.has_no_peers else (axis, True)
         places = {place.spec.name: place for buffer in self.buffers for place in buffer.places}
         self._optimizer.own.number_at({self._stepped[name]: place.first for name, place in places.items()})
-        self._optimizer.own.parts = set() if axis.is_alone else {*self._stepped.values()}
+        self._optimizer.own.parts = set() if axis.has_no_peers else {*self._stepped.values()}
         memories = [Memory(of.own_weights, of.own) for of in self.buffers]
         self._optimizer.own.memory = {
             self._stepped[place.spec.name]: memory
@@ -77,9 +77,9 @@ class BufferStepper(Cycle):
             for place in of.places
         }
         self._everyones = AllGradients(axis, self._has_nonfinite, self.inner.device)
-        self._shows_parts = not axis.is_alone
+        self._shows_parts = not axis.has_no_peers
         self._shown = {
-            name: gradient if axis.is_alone else ShardGradient.of(gradient, self._everyones)
+            name: gradient if axis.has_no_peers else ShardGradient.of(gradient, self._everyones)
             for name, gradient in self._final.items()
         }
         self._frozen = {name: p for name, p in self.parameters.items() if name not in self.labels}

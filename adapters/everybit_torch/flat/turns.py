@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from everybit_torch.checkpoint.host_bytes import bytes_of
+from everybit_torch.checkpoint.raw_bytes import bytes_of
 from everybit_torch.collectives import Communicator
 
 Turn = Literal["microbatch", "step"]

@@ -13,9 +13,9 @@ from everybit.combinators import needs_whole_tensors
 from everybit_torch.compiled import FusedSums
 from everybit_torch.dtensors import like
 from everybit_torch.flat import Cycle, LabelledGroups, ShareOptimizer
-from everybit_torch.fsdp2.judging import Judged
 from everybit_torch.fsdp2.main_gradients import MainGradient
 from everybit_torch.fsdp2.outer_rows import OuterRows
+from everybit_torch.fsdp2.validation import Judged
 from everybit_torch.sharded.labelling import LabelledTransform
 
 

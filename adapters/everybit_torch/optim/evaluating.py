@@ -10,9 +10,9 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.protocol import eval_params
-from everybit_torch.optim.front import Front
+from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.state_dicts import full_weights
-from everybit_torch.optim.state_dicts.expected import require_tensor
+from everybit_torch.optim.state_dicts.state_schema import require_tensor
 
 if TYPE_CHECKING:
     from everybit_torch.optim.state_dicts.loading import Loaded

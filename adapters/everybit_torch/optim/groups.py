@@ -20,9 +20,9 @@ from everybit_torch.arguments import (
     is_frozen,
     require_known_options,
 )
-from everybit_torch.choosing import Decision, tree_of
 from everybit_torch.compiled import Factory
 from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
+from everybit_torch.label_resolution import Decision, tree_of
 from everybit_torch.optim.param_groups import described, main_gradients, policy_for
 from everybit_torch.optim.state_dicts.migration import skeleton
 from everybit_torch.segments import Compile, Steps

@@ -7,7 +7,7 @@ from typing import Any
 
 import everybit as eb
 from everybit_torch.arguments import differ
-from everybit_torch.choosing import applied, choices, decide, tree_of
+from everybit_torch.label_resolution import applied, choices, decide, tree_of
 from everybit_torch.optim.groups import Group, Optimizers
 from everybit_torch.optim.parameters import Parameters, Stepped, shown
 from everybit_torch.optim.planned import ParamGroups

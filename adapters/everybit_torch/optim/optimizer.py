@@ -16,14 +16,14 @@ from everybit.stepping import Metrics, Unsafe
 from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.arguments import require_factory, settled
-from everybit_torch.choosing import tree_of
 from everybit_torch.compiled import Factory
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.embeddings import require_names
+from everybit_torch.label_resolution import tree_of
 from everybit_torch.optim import evaluating, hyperparameters, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
-from everybit_torch.optim.front import Release, TorchNames
 from everybit_torch.optim.groups import Followed, GroupMaker
+from everybit_torch.optim.interfaces import Release, TorchNames
 from everybit_torch.optim.param_groups import Params
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.planned import parameters_of

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from everybit.base import dtype_name, torch_dtype
 from everybit.policies import AnyPolicy, describe, for_dtype, native
-from everybit_torch.choosing import Tree, resolve_parameters, tree_of
 from everybit_torch.dtensors import is_dtensor
+from everybit_torch.label_resolution import Tree, resolve_parameters, tree_of
 from everybit_torch.optim.state_dicts.saved_structure import shown
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]

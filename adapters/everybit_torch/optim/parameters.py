@@ -12,19 +12,19 @@ from torch import Tensor
 import everybit as eb
 from everybit.policies import block_of
 from everybit.stepping.entries import Entry
-from everybit_torch.choosing import Decision
 from everybit_torch.collectives import GroupAxis
 from everybit_torch.dtensors import (
     RowShards,
     axis_of,
     bits_of,
     first_element,
-    is_counted,
     is_dtensor,
+    is_primary_copy,
     like,
     local,
     mesh_of,
 )
+from everybit_torch.label_resolution import Decision
 from everybit_torch.memory import has_repeated_elements
 from everybit_torch.optim.groups import Group, Optimizers
 from everybit_torch.optim.planned import New, ParamGroups, Plan, Settled, parameters_of, planned, tied_by_memory
@@ -302,7 +302,7 @@ class Parameters:
         assert mesh is not None
         if mesh not in self.axes:
             self.axes[mesh] = axis_of(mesh)
-        return self.axes[mesh], is_counted(parameter, mesh)
+        return self.axes[mesh], is_primary_copy(parameter, mesh)
 
     def come_apart(self, which: Iterable[Stepped]) -> None:
         """Step parameters of buckets by themselves from here on."""

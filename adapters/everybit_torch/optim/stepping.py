@@ -12,7 +12,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.stepping import Metrics
-from everybit_torch.dtensors import axis_of, is_counted, local, mesh_of
+from everybit_torch.dtensors import axis_of, is_primary_copy, local, mesh_of
 from everybit_torch.host_counts import Due
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.visiting import Visited, Visiting
@@ -217,7 +217,7 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
         totals = prepared.totals.get(id(task), ())
         grad = prepared.gathered.pop(id(task), None)
         found = step_one(task, task.gather() if grad is None else grad, totals, metrics=metrics)
-        if found is not None and (mesh is None or is_counted(task.stepped.of.parameters[0], mesh)):
+        if found is not None and (mesh is None or is_primary_copy(task.stepped.of.parameters[0], mesh)):
             measured = found if measured is None else added(measured, found)
     for visit in prepared.visits:
         device = local(visit.visiting.members[0].parameter).device

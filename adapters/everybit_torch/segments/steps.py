@@ -13,9 +13,9 @@ from everybit.base import FirstElement
 from everybit.policies import AnyPolicy
 from everybit.stepping import Metrics, OptimizerState
 from everybit.stepping.entries import map_parts
-from everybit_torch.choosing import Decision
 from everybit_torch.compiled import LIMIT, Factory, Inputs, Variants, can_compile, fits, is_number, may_compile
 from everybit_torch.host_counts import Due
+from everybit_torch.label_resolution import Decision
 from everybit_torch.segments.segment import Segment, step_in_place
 from everybit_torch.segments.totals import Partial, contribution, find_uncompiled
 from everybit_torch.streams import copies_need_no_wait, is_capturing

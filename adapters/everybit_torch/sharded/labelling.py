@@ -13,8 +13,8 @@ from everybit.base import dtype_name
 from everybit.combinators import matrices_of
 from everybit.policies import LOW, ByLabel, Policy, PolicyOrName, for_dtype, native, resolve, with_name_resolved
 from everybit.protocol import require_transform
-from everybit_torch.choosing import choices, chosen, require_labels_used
 from everybit_torch.embeddings import embeddings_of, policy_with_embeddings, with_embeddings
+from everybit_torch.label_resolution import choices, chosen, require_labels_used
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 
 Transforms = eb.Transform[Any] | Mapping[str, eb.Transform[Any]]

@@ -12,7 +12,7 @@ from everybit.stepping.entries import WEIGHTS, Entry
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.agreement import Everyone
 from everybit_torch.collectives import Communicator
-from everybit_torch.dtensors import is_counted, local, mesh_of
+from everybit_torch.dtensors import is_primary_copy, local, mesh_of
 from everybit_torch.optim import TorchOptimizer, parameters_of
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.stepper import FlatStepper
@@ -103,7 +103,7 @@ def _of_optimizer(optimizer: TorchOptimizer) -> Found:
             f"param group {number}, parameter {n}" for n in range(len(group["params"]))
         ]
         for name, parameter in zip(given, group["params"], strict=True):
-            if mesh is None or is_counted(parameter, mesh):
+            if mesh is None or is_primary_copy(parameter, mesh):
                 names[id(parameter)] = name
                 yield name, WEIGHTS, count_nonfinite(local(parameter).detach())
     for parameter, entries, values in optimizer.own.kept():

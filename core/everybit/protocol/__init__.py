@@ -3,7 +3,6 @@
 from everybit.protocol.context import ALONE, Context
 from everybit.protocol.contracts import Unwritten, enter, require_cut, require_state, separated
 from everybit.protocol.hyperparameters import accepting, hyperparameters, map_hyperparameters
-from everybit.protocol.parts import fields_of, is_transform, map_parts, transforms_in
 from everybit.protocol.requests import (
     Axis,
     Local,
@@ -34,6 +33,7 @@ from everybit.protocol.transform import (
     periods,
     require_transform,
 )
+from everybit.protocol.traversal import fields_of, is_transform, map_parts, transforms_in
 
 __all__ = [
     "ALONE", "PARTS", "Axis", "Context", "Cut", "Elementwise", "HasEvalParams", "Local", "Max", "Pending", "Request",

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
 
-from everybit.protocol.parts import fields_of, holds_transforms, transforms_in
+from everybit.protocol.traversal import fields_of, holds_transforms, transforms_in
 
 T = TypeVar("T")
 

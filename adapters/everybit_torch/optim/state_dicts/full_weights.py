@@ -11,13 +11,13 @@ from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit.base import FLOAT_DTYPES, torch_dtype
-from everybit_torch.choosing import resolve_parameters, tree_of
-from everybit_torch.optim.front import Front
+from everybit_torch.label_resolution import resolve_parameters, tree_of
+from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import moves
 from everybit_torch.optim.state_dicts import full_precision
-from everybit_torch.optim.state_dicts.expected import require_tensor
 from everybit_torch.optim.state_dicts.full_precision import Export
 from everybit_torch.optim.state_dicts.saved_structure import shown
+from everybit_torch.optim.state_dicts.state_schema import require_tensor
 
 FLOATS = tuple(map(torch_dtype, FLOAT_DTYPES))
 

@@ -18,14 +18,14 @@ from everybit.base import at
 from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch.arguments import as_python, differ
 from everybit_torch.dtensors import local
-from everybit_torch.optim.front import Front
 from everybit_torch.optim.groups import Optimizers
 from everybit_torch.optim.hyperparameters import require_same_decisions, start_with
+from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import Plan, parameters_of
 from everybit_torch.optim.state_dicts import full_precision
-from everybit_torch.optim.state_dicts.expected import Kind, expectations, require_entry
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import Saved, copied, names, shown
+from everybit_torch.optim.state_dicts.state_schema import Kind, expectations, require_entry
 from everybit_torch.optim.states import KEPT, is_own_name
 
 _TORCHS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"})

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from everybit.stepping.entries import VERSION, VERSION_KEY
 from everybit_torch.dtensors import is_dtensor, local, sendable
-from everybit_torch.optim.front import Front
+from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.state_dicts import full_precision
 from everybit_torch.optim.state_dicts.saved_structure import copied, is_plain, shown

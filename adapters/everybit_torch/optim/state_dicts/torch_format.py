@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch.memory import has_memory
-from everybit_torch.optim.front import Front, TorchNames
+from everybit_torch.optim.interfaces import Front, TorchNames
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everybit_torch.checkpoint.agreement import objects_of
-from everybit_torch.checkpoint.host_bytes import same_bits
 from everybit_torch.checkpoint.inventory import Inventory
+from everybit_torch.checkpoint.raw_bytes import same_bits
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.dtensors import local, saved_dtypes
 

@@ -1,4 +1,4 @@
-"""Optimizers with ``torch.optim``'s signatures, plus :class:`~everybit_torch.drop_ins.drop_in.Options`."""
+"""Adam and its variants with ``torch.optim``'s signatures, plus :class:`~everybit_torch.drop_ins.drop_in.Options`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import Hyperparameter
 from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, AdamOptions, DropIn, Options
-from everybit_torch.optim import UNUSED, Params, Stepped, TorchNames, TorchOptimizer
+from everybit_torch.optim import Params, TorchNames
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq", "max_variance": "max_exp_avg_sq"}
 _FULLY_DECOUPLED: Mapping[str, Any] = {"fully_decoupled": False, "max_learning_rate": None}
@@ -100,156 +99,105 @@ class Adam(DropIn):
         )  # fmt: skip
 
 
-def lion(
-    learning_rate: Hyperparameter = 1e-4,
-    *,
-    b1: Hyperparameter = 0.9,
-    b2: Hyperparameter = 0.99,
-    weight_decay: Hyperparameter = 0.0,
-    fully_decoupled: bool = False,
-    max_learning_rate: float | None = None,
-    maximize: bool = False,
-) -> eb.Transform[Any]:
-    """:func:`everybit.lion`, with a decay that may be fully decoupled, as :func:`everybit.adamw`'s."""
-    if not fully_decoupled:
-        if max_learning_rate is not None:
-            raise ValueError(
-                f"max_learning_rate: got {max_learning_rate!r} without fully_decoupled=True, where it has no meaning."
-            )
-        return eb.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, maximize=maximize)
-    relative = None if max_learning_rate is None else learning_rate
-    return eb.chain(
-        *((eb.scale(-1.0),) if maximize else ()),
-        eb.scale_by_lion(b1, b2),
-        eb.scale_by_learning_rate(learning_rate),
-        eb.subtract_decayed_weights(weight_decay, relative, max_learning_rate),
-    )
-
-
-class Lion(TorchOptimizer):
-    """Lion (Chen et al. 2023); see :func:`everybit.lion` and :class:`TorchOptimizer`.
-
-    Args:
-        params: Parameters, or param groups.
-        lr: Learning rate; about a tenth to a third of AdamW's.
-        betas: Weight of the momentum in the direction, and its decay rate, in [0, 1).
-        weight_decay: Decoupled decay; about three to ten times AdamW's.
-        maximize: Ascend instead.
-        fully_decoupled: See :class:`AdamW`.
-        max_learning_rate: See there.
-        options: See :class:`Options`.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        fully_decoupled: bool = False,
-        max_learning_rate: float | None = None,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(
-            params, lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize, fully_decoupled=fully_decoupled,
-            max_learning_rate=max_learning_rate, **options,
-        )  # fmt: skip
-
-
-class _WithOptionalMomentum(DropIn):
-    """Whether there is momentum decides what state there is; so a momentum of zero is absence, not a number."""
-
-    def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = super().factory_arguments(group)
-        momentum = arguments["momentum"]
-        if isinstance(momentum, (int, float)) and not isinstance(momentum, bool) and momentum == 0:
-            arguments["momentum"] = None
-        return arguments
-
-    def _require_can_begin(self, stepped: Stepped, begun: list[str], arguments: Mapping[str, Any]) -> None:
-        """Refuse a dampened momentum that begins late: torch does not dampen its first gradient, everybit only that of the first step."""
-        dampening = arguments.get("dampening", 0.0)
-        again = all(UNUSED + "momentum" in self.state[parameter] for parameter in stepped.of.parameters)
-        late = "momentum" in begun and not again and int(stepped.of.segment.state.step) > 0
-        if late and not (isinstance(dampening, (int, float)) and dampening == 0):
-            raise ValueError(
-                f"dampening: got {dampening!r} with a momentum that begins after the first step; accepted then is 0, or a new optimizer."
-            )
-
-
-class SGD(_WithOptionalMomentum):
-    """Gradient descent with optional momentum, as ``torch.optim.SGD``; see :func:`everybit.sgd` and :class:`TorchOptimizer`.
+class NAdam(DropIn):
+    """Adam with Nesterov momentum, as ``torch.optim.NAdam``; see :func:`everybit.nadam` and :class:`~everybit_torch.TorchOptimizer`.
 
     Args:
         params: Parameters, or param groups.
         lr: Learning rate, at least zero.
-        momentum: Decay of the momentum; 0: no momentum.
-        dampening: Torch's dampening: not applied to the first gradient.
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added outside the root.
         weight_decay: L2 penalty.
-        nesterov: Look ahead; needs momentum, and zero dampening.
+        momentum_decay: How fast momentum rises to the first of ``betas``.
+        decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
         maximize: Ascend instead.
         options: See :class:`Options`.
     """
 
-    torch_class = torch.optim.SGD
-    torch_names = TorchNames(
-        {"momentum": "momentum_buffer"}, False, {"foreach": None, "differentiable": False, "fused": None}
-    )
+    torch_class = torch.optim.NAdam
+    torch_names = TorchNames(_MOMENTS, True, IMPLEMENTATION, shared={"mu_product": "mu_product"})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(
+            params, eb.nadam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay,
+            decoupled_weight_decay=decoupled_weight_decay, maximize=maximize, **options,
+        )  # fmt: skip
+
+
+class RAdam(DropIn):
+    """Rectified Adam, as ``torch.optim.RAdam``; see :func:`everybit.radam` and :class:`~everybit_torch.TorchOptimizer`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate, at least zero.
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added outside the root.
+        weight_decay: L2 penalty.
+        decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
+        maximize: Ascend instead.
+        options: See :class:`Options`.
+    """
+
+    torch_class = torch.optim.RAdam
+    torch_names = TorchNames(_MOMENTS, True, IMPLEMENTATION, {"threshold": 5.0, "eps_after_correction": False})
 
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
-        momentum: float | Tensor = 0.0,
-        dampening: float = 0.0,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
-        nesterov: bool = False,
+        decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.sgd, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
+            params, eb.radam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay,
             maximize=maximize, **options,
         )  # fmt: skip
 
 
-class RMSprop(_WithOptionalMomentum):
-    """RMSprop, as ``torch.optim.RMSprop``; see :func:`everybit.rmsprop` and :class:`TorchOptimizer`.
+class Adamax(DropIn):
+    """Adam with the maximum norm, as ``torch.optim.Adamax``; see :func:`everybit.adamax` and :class:`~everybit_torch.TorchOptimizer`.
 
     Args:
         params: Parameters, or param groups.
         lr: Learning rate, at least zero.
-        alpha: Decay rate of the running square, in [0, 1).
-        eps: Added outside the root.
+        betas: Decay rates of the mean and of the maximum, in [0, 1).
+        eps: Added to the magnitudes of the gradients.
         weight_decay: L2 penalty.
-        momentum: Decay of the momentum; 0: no momentum.
-        centered: Divide by the root of the variance instead of the square.
         maximize: Ascend instead.
         options: See :class:`Options`.
     """
 
-    torch_class = torch.optim.RMSprop
-    torch_names = TorchNames(
-        {"variance": "square_avg", "mean": "grad_avg", "momentum": "momentum_buffer"}, True, IMPLEMENTATION
-    )
+    torch_class = torch.optim.Adamax
+    torch_names = TorchNames({"momentum": "exp_avg", "maximum": "exp_inf"}, True, IMPLEMENTATION)
 
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-2,
-        alpha: float = 0.99,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        momentum: float | Tensor = 0.0,
-        centered: bool = False,
         *,
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.rmsprop, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
-            maximize=maximize, **options,
+            params, eb.adamax, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, **options,
         )  # fmt: skip

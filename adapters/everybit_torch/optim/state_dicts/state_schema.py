@@ -12,8 +12,8 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import torch_dtype
 from everybit.stepping.entries import WEIGHTS, former_names
-from everybit_torch.choosing import applied
 from everybit_torch.dtensors import fits_in, is_cut_evenly, is_dtensor, local, saved_dtypes
+from everybit_torch.label_resolution import applied
 from everybit_torch.memory import has_memory
 from everybit_torch.optim.groups import Optimizers
 from everybit_torch.optim.parameters import Parameters

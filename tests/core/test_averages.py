@@ -119,7 +119,7 @@ def test_what_would_stand_still_is_refused() -> None:
 @pytest.mark.parametrize("make", [eb.average_weights, eb.mean_weights, eb.power_average_weights])
 def test_bad_values_are_named(make: Any) -> None:
     for start in (-1, True, 1.5):
-        with pytest.raises(ValueError, match=r"start: got .*; accepted is a number of steps, at least 0"):
+        with pytest.raises(ValueError, match=r"start: got .*; accepted is a whole number of updates, at least 0"):
             make(start=start)
     with pytest.raises(ValueError, match=r"decay: got 1\.5"):
         eb.average_weights(1.5)

@@ -132,7 +132,7 @@ def test_a_step_that_does_not_count_keeps_the_sign_of_minus_zero(tx: Any, gradie
 def test_what_is_no_condition_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^conditionally: give when=, a 0-d tensor"):
         eb.conditionally(eb.sgd(0.1))
-    with pytest.raises(ValueError, match=r"^otherwise: got 'half'; accepted are 'zero' and 'pass'\.$"):
+    with pytest.raises(ValueError, match=r"^otherwise: got 'half'; accepted are 'zero', 'pass'\.$"):
         eb.conditionally(eb.sgd(0.1), True, otherwise="half")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^when: got a tensor of shape \(2,\)"):
         eb.conditionally(eb.sgd(0.1), torch.ones(2))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+import re
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 
 import everybit as eb
 from everybit import testing
+from everybit.base.scalars import Range, Whole
 from everybit.protocol.traversal import transforms_in
 from everybit.testing import REGISTRY
 
@@ -217,21 +219,38 @@ def test_the_derivative_of_a_step_by_the_learning_rate_is_the_direction() -> Non
     torch.testing.assert_close(derivative, -grads.sum())
 
 
-RANGED = {
+DECLARED = {
     f"{type(node).__name__}.{field}": (node, field, one)
     for build in REGISTRY.values()
-    for node in transforms_in(build(1e-3))
-    for field, one, _ in getattr(node, "ranges", ())
+    for node in (*transforms_in(build(1e-3)), eb.NewtonSchulz(), eb.Grafting(), eb.Kronecker(), eb.Projection())
+    for field, one, _ in getattr(node, "accepts", ())
 }
 
 
-@pytest.mark.parametrize("name", RANGED)
-def test_what_is_out_of_a_declared_range_is_refused_by_name(name: str) -> None:
-    node, field, one = RANGED[name]
-    for value in (math.nan, math.inf, one.low - 1e-3, one.high if one.open_high else one.high + 1e-3):
-        with pytest.raises(ValueError, match=rf"^{field}: got "):
+def outside(one: object) -> list[Any]:
+    """Values that a field with such a declaration does not accept."""
+    if isinstance(one, Range):
+        low = one.low if one.open_low else one.low - 1e-3
+        return [math.nan, math.inf, low, one.high if one.open_high else one.high + 1e-3, "1"]
+    return [one.least - 1, 1.5, True] if isinstance(one, Whole) else ["no such word"]
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_what_a_field_does_not_accept_is_refused_by_name(name: str) -> None:
+    node, field, one = DECLARED[name]
+    for value in outside(one):
+        with pytest.raises((TypeError, ValueError), match=rf"^{field}: got "):
             replace(node, **{field: value})
 
 
-def test_most_hyperparameters_declare_their_range() -> None:
-    assert len(RANGED) > 120
+def test_every_declaration_is_found() -> None:
+    """Those that ``typing`` finds, which evaluates all annotations."""
+    assert len(DECLARED) > 180
+    kinds = {
+        type(node) for build in REGISTRY.values() for node in transforms_in(build(1e-3)) if hasattr(node, "accepts")
+    }
+    for kind in kinds:
+        hints = get_type_hints(kind, include_extras=True)
+        of_fields = {one.name: str(hints[one.name]) for one in fields(kind)}
+        declared = {name for name, hint in of_fields.items() if re.search(r"(Range|Whole)\(", hint)}
+        assert declared <= {name for name, _, _ in kind.accepts}, kind

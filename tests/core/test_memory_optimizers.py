@@ -231,7 +231,7 @@ def test_an_optional_label_has_a_transform() -> None:
         (lambda: eb.adafactor(momentum_of="rates"), r"^momentum_of: got 'rates'; accepted are 'steps', 'directions'"),  # type: ignore[arg-type]
         (lambda: eb.adafactor(decay_by="nothing"), r"^decay_by: got 'nothing'; accepted are 'step', 'learning_rate'"),  # type: ignore[arg-type]
         (lambda: eb.adafactor(min_size_to_factor=0), r"^min_size_to_factor: got 0; accepted is a whole number, at least 1"),
-        (lambda: eb.scale_by_adam_mini(rows=0), r"^rows: got 0; accepted is a number of rows, at least 1, or None"),
+        (lambda: eb.scale_by_adam_mini(rows=0), r"^rows: got 0; accepted is a whole number of rows, at least 1, or None"),
         (lambda: eb.relative_step_schedule(0.0), r"^limit: got 0\.0"),
     ],
 )  # fmt: skip

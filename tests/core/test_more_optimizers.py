@@ -395,13 +395,19 @@ def test_nothing_moves_while_prodigy_has_seen_zero_gradients_only() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: eb.ademamix(b3_warmup=0), r"^b3_warmup: got 0; accepted is a number of updates, at least 1, or None"),
+        (
+            lambda: eb.ademamix(b3_warmup=0),
+            r"^b3_warmup: got 0; accepted is a whole number of updates, at least 1, or None",
+        ),
         (lambda: eb.schedule_free_sgd(b1=0.0), r"^b1: got 0\.0; accepted is a number in \(0, 1\]"),
-        (lambda: eb.schedule_free_adamw(warmup_steps=-1), r"^warmup_steps: got -1; accepted is a number of updates"),
+        (
+            lambda: eb.schedule_free_adamw(warmup_steps=-1),
+            r"^warmup_steps: got -1; accepted is a whole number of updates",
+        ),
         (lambda: eb.prodigy(d0=0.0), r"^d0: got 0\.0; accepted is a number above zero"),
         (lambda: eb.prodigy(growth_rate=0.5), r"^growth_rate: got 0\.5"),
         (lambda: eb.dadapt_adam(d0=0.0), r"^d0: got 0\.0; accepted is a number above zero"),
-        (lambda: eb.begin_after(-1), r"^steps: got -1; accepted is a number of updates, at least 0"),
+        (lambda: eb.begin_after(-1), r"^steps: got -1; accepted is a whole number of updates, at least 0"),
         (lambda: eb.adan(b2=1.0), r"^b2: got 1\.0"),
     ],
 )

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -88,33 +88,114 @@ def require_count(name: str, value: object, what: str, least: int = 1, *, option
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers that a hyperparameter accepts: those of ``[low, high]``, or of ``[low, high)``."""
+    """The numbers that a hyperparameter accepts: those of ``[low, high]``, without an end that is open."""
 
     low: float = -math.inf
     high: float = math.inf
     open_high: bool = False
+    open_low: bool = False
+    schedule: bool = True
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse a value that is not in the range; see :func:`require`."""
+        require(name, value, self.low, self.high, open_high=self.open_high, schedule=self.schedule)
+        if self.open_low and isinstance(value, (int, float)) and value == self.low:
+            raise ValueError(f"{name}: got {value!r}; accepted is a number above {value or 'zero'}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Whole numbers of at least ``least``; ``what`` describes them in messages."""
+
+    what: str = "a whole number"
+    least: int = 1
+
+    def check(self, name: str, value: object, *, optional: bool = False) -> None:
+        """Refuse another value; see :func:`require_count`."""
+        require_count(name, value, self.what, self.least, optional=optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words of a ``Literal``."""
+
+    kind: Any
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse another value; see :func:`require_word`."""
+        require_word(name, value, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The values of a class of :class:`Options`."""
+
+    kind: type[Options]
+
+    def check(self, name: str, value: object, *, optional: bool = False) -> None:
+        """Refuse a value of another class, with a TypeError."""
+        if not isinstance(value, self.kind) and not (optional and value is None):
+            which = f"{'are None and values such as' if optional else 'is'} {self.kind.example()}"
+            raise TypeError(f"{name}: got {value!r}; accepted {which}.")
 
 
 Finite = Annotated[Hyperparameter, Range()]
 """Any finite number."""
 NonNegative = Annotated[Hyperparameter, Range(0.0)]
 """At least zero."""
+AboveZero = Annotated[Hyperparameter, Range(0.0, open_low=True)]
+"""Above zero."""
+AtMostZero = Annotated[Hyperparameter, Range(high=0.0)]
+"""At most zero."""
+AtLeastOne = Annotated[Hyperparameter, Range(1.0)]
+"""At least one."""
 Share = Annotated[Hyperparameter, Range(0.0, 1.0)]
 """In [0, 1]."""
 Rate = Annotated[Hyperparameter, Range(0.0, 1.0, open_high=True)]
 """A decay rate, in [0, 1)."""
 
+FixedFinite = Annotated[Scalar, Range(schedule=False)]
+"""Any finite number, and no schedule."""
+FixedNonNegative = Annotated[Scalar, Range(0.0, schedule=False)]
+"""At least zero, and no schedule."""
+FixedShare = Annotated[Scalar, Range(0.0, 1.0, schedule=False)]
+"""In [0, 1], and no schedule."""
+FixedAboveZero = Annotated[Scalar, Range(0.0, open_low=True, schedule=False)]
+"""Above zero, and no schedule."""
+Constant = Annotated[float, Range(schedule=False)]
+"""Any finite number, of which compiled code is made."""
+PositiveConstant = Annotated[float, Range(0.0, open_low=True, schedule=False)]
+"""A number above zero, of which compiled code is made."""
+
+RateConstant = Annotated[float, Range(0.0, 1.0, open_high=True, schedule=False)]
+"""A decay rate, in [0, 1), of which compiled code is made."""
+NonNegativeConstant = Annotated[float, Range(0.0, schedule=False)]
+"""At least zero; compiled code is made of it."""
+
+Count = Annotated[int, Whole()]
+"""A whole number, at least 1."""
+CountFromZero = Annotated[int, Whole(least=0)]
+"""A whole number, at least 0."""
+Updates = Annotated[int, Whole("a whole number of updates")]
+"""A number of updates, at least 1."""
+UpdatesFromZero = Annotated[int, Whole("a whole number of updates", 0)]
+"""A number of updates, at least 0."""
+Rows = Annotated[int, Whole("a whole number of rows")]
+"""A number of rows, at least 1."""
+
 
 class Ranged:
-    """Base class of dataclasses whose fields are annotated with ranges, as ``b1: Rate = 0.9`` or ``limit: NonNegative | None = None``.
+    """Base class of dataclasses whose fields say in their annotations what they accept.
 
-    Values are checked when an object is made. A ``__post_init__`` with further checks calls this one.
+    That is a range, as ``b1: Rate = 0.9`` or ``limit: NonNegative | None = None``, a whole number, as ``period: Updates = 10``, the words
+    of a ``Literal`` with a name, or :class:`Options`. Values are checked when an object is made. A ``__post_init__`` with further checks
+    calls this one.
     """
 
     __slots__ = ()
 
-    ranges: ClassVar[tuple[tuple[str, Range, bool], ...]] = ()
-    """Fields with a range, and whether each accepts None."""
+    accepts: ClassVar[tuple[tuple[str, Range | Whole | Words | Instance, bool], ...]] = ()
+    """What each field with a check accepts, and whether it accepts None, too."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -123,14 +204,32 @@ class Ranged:
             # Names are looked up, and no annotation is evaluated: inside of a function it may have no meaning yet.
             name, bar, _ = str(annotation).partition(" | None")
             kind = known.get(name) if isinstance(annotation, str) else annotation
-            own = tuple((field, one, bool(bar)) for one in getattr(kind, "__metadata__", ()) if isinstance(one, Range))
-            cls.ranges = tuple(old for old in cls.ranges if old[0] != field) + own
+            own: list[Any] = [one for one in getattr(kind, "__metadata__", ()) if isinstance(one, (Range, Whole))]
+            if get_origin(kind) is Literal:
+                own = [Words(kind)]
+            elif isinstance(kind, type) and issubclass(kind, Options):
+                own = [Instance(kind)]
+            kept = tuple(old for old in cls.accepts if old[0] != field)
+            cls.accepts = (*kept, *((field, one, bool(bar)) for one in own))
 
     def __post_init__(self) -> None:
-        for name, one, is_optional in self.ranges:
+        for name, one, is_optional in self.accepts:
             value = getattr(self, name)
-            if not is_optional or value is not None:
-                require(name, value, one.low, one.high, open_high=one.open_high)
+            if isinstance(one, (Whole, Instance)):
+                one.check(name, value, optional=is_optional)
+            elif not is_optional or value is not None:
+                one.check(name, value)
+
+
+class Options(Ranged):
+    """Base class of values that hold several options of a transform, so that its signature stays short."""
+
+    __slots__ = ()
+
+    @classmethod
+    def example(cls) -> str:
+        """How such a value is written."""
+        return f"everybit.{cls.__name__}(...)"
 
 
 def square_root(x: Scalar) -> Scalar:
@@ -206,16 +305,6 @@ def require_word(name: str, value: object, words: Any) -> None:
     """
     if value not in get_args(words):
         raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, get_args(words)))}.")
-
-
-def require_options(name: str, value: object, kind: type) -> None:
-    """Refuse a value that is not of the class of such options.
-
-    Raises:
-        TypeError: It is of another class.
-    """
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}: got {value!r}; accepted is everybit.{kind.__name__}(...).")
 
 
 def require_step(step: Tensor | None, who: str) -> Tensor:

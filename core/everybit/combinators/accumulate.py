@@ -7,10 +7,10 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from everybit.base import Slot, require_count, tree
+from everybit.base import Count, Slot, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping, gated
-from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays, require_transform
+from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays
 
 P = TypeVar("P")
 
@@ -45,11 +45,7 @@ class Accumulate(Wrapping):
     """
 
     transform: Transform[Any]
-    every: int
-
-    def __post_init__(self) -> None:
-        require_transform(self.transform, who="accumulate")
-        require_count("every", self.every, "a whole number of gradients")
+    every: Count
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the inner transform's decay rates, and that of the mean, which its last gradient changes by ``1 / every``."""

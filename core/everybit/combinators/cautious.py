@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import require_word, tree
+from everybit.base import tree
 from everybit.combinators.wrapping import Wrapping
-from everybit.protocol import ALONE, Context, Transform, enter, require_transform
+from everybit.protocol import ALONE, Context, Transform, enter
 
 P = TypeVar("P")
 
@@ -58,10 +58,6 @@ class Cautious(Wrapping):
 
     transform: Transform[Any]
     rescale: Rescale = "share"
-
-    def __post_init__(self) -> None:
-        require_transform(self.transform, who="cautious")
-        require_word("rescale", self.rescale, Rescale)
 
     @property
     def reduces(self) -> bool:

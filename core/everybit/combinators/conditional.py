@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from everybit.base import Scalar, require, require_step, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.masked import Partition, PartitionState
 from everybit.combinators.wrapping import Wrapping, gated
-from everybit.protocol import ALONE, Context, Transform, require_transform, then
+from everybit.protocol import ALONE, Context, Transform, then
 
 P = TypeVar("P")
 
@@ -57,11 +57,9 @@ class Conditionally(Wrapping):
     otherwise: Otherwise = "zero"
 
     def __post_init__(self) -> None:
-        require_transform(self.transform, who="conditionally")
+        Wrapping.__post_init__(self)
         if not isinstance(self.when, Tensor) or self.when.dtype is not torch.bool or self.when.ndim:
             require("when", float(self.when) if isinstance(self.when, bool) else self.when)
-        if self.otherwise not in get_args(Otherwise):
-            raise ValueError(f"otherwise: got {self.otherwise!r}; accepted are 'zero' and 'pass'.")
 
     @property
     def reduces(self) -> bool:
@@ -100,9 +98,6 @@ class Freezable(Wrapping):
 
     transform: Transform[Any]
     frozen: bool = False
-
-    def __post_init__(self) -> None:
-        require_transform(self.transform, who="freezable")
 
     def init(self, params: P) -> FreezableState:
         """Return the inner transform's state, a count of zero, and whether the parameters are frozen from the start."""

@@ -8,10 +8,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Slot, at, materialize, require, require_step, tree
+from everybit.base import NonNegative, Rate, Slot, at, materialize, require_step, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
-from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays, enter, require_transform
+from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays, enter
 
 P = TypeVar("P")
 
@@ -57,13 +57,8 @@ class EmaNesterov(Wrapping):
     """
 
     transform: Transform[Any]
-    lookahead: Hyperparameter = 0.5
-    decay: Hyperparameter = 0.99
-
-    def __post_init__(self) -> None:
-        require_transform(self.transform, who="ema_nesterov")
-        require("lookahead", self.lookahead, 0.0)
-        require("decay", self.decay, 0.0, 1.0, open_high=True)
+    lookahead: NonNegative = 0.5
+    decay: Rate = 0.99
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``direction`` decays with ``decay``; and the inner transform's."""

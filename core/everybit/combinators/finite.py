@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import require_count, tree
+from everybit.base import CountFromZero, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping, gated
-from everybit.protocol import ALONE, Context, Max, Transform, require_transform
+from everybit.protocol import ALONE, Context, Max, Transform
 
 P = TypeVar("P")
 
@@ -41,11 +41,7 @@ class ApplyIfFinite(Wrapping):
     """
 
     transform: Transform[Any]
-    max_consecutive: int | None = None
-
-    def __post_init__(self) -> None:
-        require_transform(self.transform, who="apply_if_finite")
-        require_count("max_consecutive", self.max_consecutive, "a whole number", 0, optional=True)
+    max_consecutive: CountFromZero | None = None
 
     @property
     def reduces(self) -> bool:

@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from everybit.base import Hyperparameter, Slot, at, materialize, require, require_count, require_step, tree
+from everybit.base import Share, Slot, Updates, at, materialize, require_step, tree
 from everybit.combinators.wrapping import Wrapping
-from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays, enter, require_transform
+from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays, enter
 
 P = TypeVar("P")
 
@@ -52,13 +52,8 @@ class Lookahead(Wrapping):
     """
 
     transform: Transform[Any]
-    period: int = 5
-    share: Hyperparameter = 0.5
-
-    def __post_init__(self) -> None:
-        require_transform(self.transform, who="lookahead")
-        require("share", self.share, 0.0, 1.0)
-        require_count("period", self.period, "a whole number of updates")
+    period: Updates = 5
+    share: Share = 0.5
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the inner transform's decay rates, and that of ``slow``, which moves by ``share`` when it moves."""

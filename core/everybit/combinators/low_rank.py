@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Numbering, Slot, at, first_of_whole, require, tree
+from everybit.base import Hyperparameter, NonNegative, Numbering, Slot, at, first_of_whole, tree
 from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.masked import Masked, Partition
 from everybit.combinators.wrapping import Wrapping
@@ -23,7 +23,6 @@ from everybit.protocol import (
     enter,
     eval_params,
     periods,
-    require_transform,
     transforms_in,
 )
 
@@ -69,12 +68,11 @@ class LowRank(Wrapping):
     """
 
     transform: Transform[Any]
-    scale: Hyperparameter = 0.25
+    scale: NonNegative = 0.25
     projection: Projection = field(default_factory=Projection)
 
     def __post_init__(self) -> None:
-        require_transform(self.transform, who="low_rank")
-        require("scale", self.scale, 0.0)
+        Wrapping.__post_init__(self)
         if self.transform.reduces:
             raise ValueError(
                 f"low_rank: got {self.transform!r}, which reduces over parameters; accepted are transforms that do not. What clips by a"

@@ -38,9 +38,6 @@ class Masked(Wrapping):
     transform: Transform[Any]
     mask: Any = field(hash=False)
 
-    def __post_init__(self) -> None:
-        require_transform(self.transform, who="masked")
-
     @property
     def cut(self) -> Cut:
         """``"tensor"``: an element does not know its leaf. Code that evaluates the mask first may cut as the inner transform allows."""

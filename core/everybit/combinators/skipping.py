@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from everybit.base import Scalar, require, tree
+from everybit.base import FixedNonNegative, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping, gated
-from everybit.protocol import ALONE, Context, SumOfSquares, Transform, require_transform
+from everybit.protocol import ALONE, Context, SumOfSquares, Transform
 
 P = TypeVar("P")
 
@@ -42,11 +42,7 @@ class SkipLargeUpdates(Wrapping):
     """
 
     transform: Transform[Any]
-    limit: Scalar
-
-    def __post_init__(self) -> None:
-        require_transform(self.transform, who="skip_large_updates")
-        require("limit", self.limit, 0.0, schedule=False)
+    limit: FixedNonNegative
 
     @property
     def reduces(self) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from everybit.base import tree
+from everybit.base import Ranged, tree
 from everybit.protocol import (
     Context,
     Cut,
@@ -22,6 +23,7 @@ from everybit.protocol import (
     enter,
     eval_params,
     periods,
+    require_transform,
 )
 
 P = TypeVar("P")
@@ -66,12 +68,22 @@ class Composed:
         return periods(*self.parts())
 
 
-class Wrapping(Composed):
+class Wrapping(Composed, Ranged):
     """Base class of combinators of one transform: the field ``transform``, and its state the field ``inner`` of the combinator's state."""
 
     __slots__ = ()
 
+    name: ClassVar[str]
+    """What messages call it."""
     transform: Transform[Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def __post_init__(self) -> None:
+        require_transform(self.transform, who=self.name)
+        Ranged.__post_init__(self)
 
     def parts(self) -> tuple[Transform[Any]]:
         """Return the transform."""

@@ -7,7 +7,7 @@ of any other.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,16 +16,6 @@ from everybit.base import Scalar, materialize, mean, sqrt, sum_of_squares
 
 Which = Literal["last", "largest"]
 """The two dimensions over which a tensor is factored."""
-
-
-def require_which(which: object) -> None:
-    """Refuse a value that is not in :data:`Which`.
-
-    Raises:
-        ValueError: It is not in there.
-    """
-    if which not in get_args(Which):
-        raise ValueError(f"dimensions: got {which!r}; accepted are {', '.join(map(repr, get_args(Which)))}.")
 
 
 def factored_dimensions(x: Tensor, which: Which = "last", least: int = 1) -> tuple[int, int] | None:

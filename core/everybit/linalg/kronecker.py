@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from everybit.base import Scalar, mean, require_count, require_each, require_word, sqrt
+from everybit.base import Options, Rows, Scalar, mean, require_each, sqrt
 from everybit.linalg.operations import product
 from everybit.linalg.views import MatrixView
 
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Kronecker:
+class Kronecker(Options):
     """The dimensions of parameters with a matrix in a preconditioner.
 
     Attributes:
@@ -56,16 +56,13 @@ class Kronecker:
     """
 
     view: MatrixView | None = None
-    max_dimension: int = 10000
+    max_dimension: Rows = 10000
     merge: bool = False
     sides: Sides = "all"
     vectors: bool = False
 
     def __post_init__(self) -> None:
-        if self.view is not None and not isinstance(self.view, MatrixView):
-            raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
-        require_count("max_dimension", self.max_dimension, "a whole number of rows")
-        require_word("sides", self.sides, Sides)
+        Options.__post_init__(self)
         if self.view is not None and self.merge:
             raise ValueError(
                 "merge: got True with a view, which says what the dimensions are; accepted is one of both."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from everybit.base import require_word
+from everybit.base import Options
 
 Triple = tuple[float, float, float]
 """The coefficients a, b, c of one step, :math:`X \\leftarrow aX + b(XX^\\top)X + c(XX^\\top)^2X`."""
@@ -54,7 +54,7 @@ PUBLISHED: dict[CoefficientName, tuple[Triple, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class NewtonSchulz:
+class NewtonSchulz(Options):
     r"""The iteration that makes matrices orthogonal.
 
     Args:
@@ -81,11 +81,10 @@ class NewtonSchulz:
     batching: Batching = "alone"
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 1 <= self.steps < 100:
             raise ValueError(f"steps: got {self.steps!r}; accepted is a whole number of steps, from 1 to 99.")
         _ = self.triples
-        for name, accepted in (("arithmetic", Arithmetic), ("normalization", Normalization), ("batching", Batching)):
-            require_word(name, getattr(self, name), accepted)
         if not isinstance(self.eps, (int, float)) or not 0 < self.eps < math.inf:
             raise ValueError(f"eps: got {self.eps!r}; accepted is a number above zero.")
 

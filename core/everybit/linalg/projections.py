@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
+    Count,
     Key,
+    Options,
+    Updates,
     first_of_whole,
     mean,
     normal,
-    require_count,
     require_each,
     require_step,
-    require_word,
     tree,
 )
 from everybit.linalg.operations import eigenvectors, product
@@ -64,7 +65,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class Projection(Options):
     r"""Project gradients to a basis of low rank: :math:`U^\top G`, for each matrix on one of its sides.
 
     Vectors, and matrices with a side of at most ``rank``, are not projected.
@@ -84,19 +85,11 @@ class Projection:
         ValueError: A count below 1; an unknown basis or side.
     """
 
-    rank: int = 128
-    period: int = 200
+    rank: Count = 128
+    period: Updates = 200
     basis: Basis = "singular"
     side: ProjectedSide = "smaller"
     view: MatrixView | None = None
-
-    def __post_init__(self) -> None:
-        require_count("rank", self.rank, "a whole number")
-        require_count("period", self.period, "a whole number of updates")
-        require_word("basis", self.basis, Basis)
-        require_word("side", self.side, ProjectedSide)
-        if self.view is not None and not isinstance(self.view, MatrixView):
-            raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
 
     @property
     def draws(self) -> bool:

@@ -10,9 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from everybit.base import Options
+
 
 @dataclass(frozen=True, slots=True)
-class MatrixView:
+class MatrixView(Options):
     """How a parameter becomes matrices; :func:`matrix`, :func:`flattened`, :func:`heads`, :func:`row_blocks` and :func:`batched` make them.
 
     Attributes:
@@ -22,6 +24,11 @@ class MatrixView:
 
     kind: Literal["matrix", "flattened", "heads", "row_blocks", "batched"]
     sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def example(cls) -> str:
+        """One of them, as it is written."""
+        return "everybit.heads(8)"
 
     def fits(self, dimensions: int) -> bool:
         """Whether parameters of so many dimensions can be seen so, if their sizes fit."""

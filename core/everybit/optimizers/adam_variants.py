@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everybit.base import Hyperparameter
+from everybit.base import Hyperparameter, Scalar
 from everybit.combinators import Chain, chain
 from everybit.transforms import (
     add_decayed_weights,
@@ -57,8 +57,8 @@ def yogi(
     b1: Hyperparameter = 0.9,
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-3,
-    initial_mean: Hyperparameter = 0.0,
-    initial_square: Hyperparameter = 1e-6,
+    initial_mean: Scalar = 0.0,
+    initial_square: Scalar = 1e-6,
     weight_decay: Hyperparameter = 0.0,
 ) -> Chain:
     """Yogi (Zaheer et al. 2018, https://papers.nips.cc/paper/8186); optax's with ``initial_mean=1e-6``.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everybit.base import Hyperparameter, plain_name, require, require_name, require_options, require_patterns
+from everybit.base import Hyperparameter, Instance, Options, plain_name, require, require_name, require_patterns
 from everybit.combinators import Chain, Partition, chain, partition
 from everybit.linalg import Kronecker, MatrixView, view_for
 from everybit.protocol import Transform
@@ -80,7 +80,7 @@ class HiddenMatrices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matrices:
+class Matrices(Options):
     """Which parameters an optimizer of matrices steps, and how it sees each.
 
     Args:
@@ -111,7 +111,7 @@ def routed(
     others_rate: Hyperparameter | None = None,
 ) -> Chain | Partition:
     """One optimizer of matrices as ``of(view)``, with views of their own for some, and of the other parameters; see :func:`muon`."""
-    require_options("matrices", matrices, Matrices)
+    Instance(Matrices).check("matrices", matrices)
     view, views, labels = matrices.view, matrices.views, matrices.labels
     if others is None and others_rate is not None:
         raise ValueError(f"others_rate: got {others_rate!r} with others=None; accepted with it is None.")
@@ -141,7 +141,7 @@ def seen_as(where: Kronecker, view: MatrixView | None) -> Kronecker:
         TypeError: They are another value.
         ValueError: They have a view already.
     """
-    require_options("where", where, Kronecker)
+    Instance(Kronecker).check("where", where)
     if where.view is not None:
         raise ValueError(f"where.view: got {where.view}; accepted is None, since matrices=Matrices(view=...) has it.")
     return replace(where, view=view)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everybit.base import Hyperparameter
+from everybit.base import Hyperparameter, Scalar
 from everybit.combinators import Chain, chain
 from everybit.transforms import (
     add_decayed_weights,
@@ -14,7 +14,7 @@ from everybit.transforms import (
 def schedule_free_sgd(
     learning_rate: Hyperparameter = 1.0,
     *,
-    b1: Hyperparameter = 0.9,
+    b1: Scalar = 0.9,
     warmup_steps: int = 0,
     r: Hyperparameter = 0.0,
     weight_lr_power: Hyperparameter = 2.0,
@@ -44,7 +44,7 @@ def schedule_free_sgd(
 def schedule_free_adamw(
     learning_rate: Hyperparameter = 2.5e-3,
     *,
-    b1: Hyperparameter = 0.9,
+    b1: Scalar = 0.9,
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-8,
     warmup_steps: int = 0,
@@ -79,7 +79,7 @@ def schedule_free_adamw(
 def schedule_free_radam(
     learning_rate: Hyperparameter = 2.5e-3,
     *,
-    b1: Hyperparameter = 0.9,
+    b1: Scalar = 0.9,
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-8,
     r: Hyperparameter = 0.0,

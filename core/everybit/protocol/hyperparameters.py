@@ -82,7 +82,17 @@ def _annotated_with_tensors(cls: Any) -> frozenset[str]:
         hints = get_type_hints(cls)
     except NameError:
         # Annotations inside of a function cannot be resolved; their names can be read.
-        words = ("Hyperparameter", "Scalar", "Tensor", "Finite", "NonNegative", "Rate", "Share")
+        words = (
+            "Hyperparameter",
+            "Scalar",
+            "Tensor",
+            "Finite",
+            "NonNegative",
+            "AboveZero",
+            "AtLeastOne",
+            "Rate",
+            "Share",
+        )
         return frozenset(field.name for field in fields_of(cls) if any(word in str(field.type) for word in words))
     return frozenset(field.name for field in fields_of(cls) if _has_tensor(hints[field.name]))
 

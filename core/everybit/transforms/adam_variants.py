@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from everybit.base import (
+    FixedFinite,
+    FixedNonNegative,
     Hyperparameter,
     NonNegative,
+    Range,
     Rate,
     Scalar,
     Slot,
+    UpdatesFromZero,
     at,
     bias_correction,
     clamp,
     materialize,
-    require,
-    require_count,
     require_step,
     sqrt,
     tree,
@@ -29,6 +31,10 @@ from everybit.transforms.adam import AdamState
 from everybit.transforms.updates import Empty, Memoryless
 
 P = TypeVar("P")
+
+
+Threshold = Annotated[Hyperparameter, Range(4.0)]
+"""Where RAdam begins to divide: at least 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +70,8 @@ class ScaleByRadam(Elementwise):
     b2: Rate = 0.999
     eps: NonNegative = 1e-8
     _: KW_ONLY
-    threshold: Hyperparameter = 5.0
+    threshold: Threshold = 5.0
     eps_after_correction: bool = False
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        require("threshold", self.threshold, 4.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
@@ -218,13 +220,8 @@ class ScaleByYogi(Elementwise):
     b2: Rate = 0.999
     eps: NonNegative = 1e-3
     _: KW_ONLY
-    initial_mean: Hyperparameter = 0.0
-    initial_square: Hyperparameter = 1e-6
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        require("initial_mean", self.initial_mean, schedule=False)
-        require("initial_square", self.initial_square, 0.0, schedule=False)
+    initial_mean: FixedFinite = 0.0
+    initial_square: FixedNonNegative = 1e-6
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``; ``variance`` is a sum, with terms that are small beside it."""
@@ -427,10 +424,7 @@ class BeginAfter(Memoryless, Elementwise):
     """
 
     reads_weights = False
-    steps: int = 1
-
-    def __post_init__(self) -> None:
-        require_count("steps", self.steps, "a number of updates", 0)
+    steps: UpdatesFromZero = 1
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates, or zeros."""

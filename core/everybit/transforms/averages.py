@@ -10,17 +10,17 @@ from torch import Tensor
 
 from everybit.base import (
     Finite,
-    Hyperparameter,
+    FixedShare,
     NonNegative,
     Rate,
     Scalar,
     Share,
     Slot,
+    UpdatesFromZero,
     at,
     bias_correction,
     is_zero,
     materialize,
-    require,
     require_count,
     require_step,
     tree,
@@ -108,13 +108,9 @@ class AverageWeights(_Average):
         (tensor([2.]), tensor([3.]))
     """
 
-    decay: Hyperparameter = 0.999
-    start: int = 0
+    decay: Share = 0.999
+    start: UpdatesFromZero = 0
     debias: bool = True
-
-    def __post_init__(self) -> None:
-        require("decay", self.decay, 0.0, 1.0)
-        _require_start(self.start)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``average`` decays with ``decay``."""
@@ -143,10 +139,7 @@ class MeanWeights(_Average):
         Izmailov et al. 2018, https://arxiv.org/abs/1803.05407; ``torch.optim.swa_utils.AveragedModel``.
     """
 
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        _require_start(self.start)
+    start: UpdatesFromZero = 0
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``average`` moves more slowly the longer it is kept."""
@@ -176,12 +169,8 @@ class PowerAverageWeights(_Average):
         Karras et al. 2024, https://arxiv.org/abs/2312.02696, section 3.1.
     """
 
-    gamma: Hyperparameter = 6.94
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        require("gamma", self.gamma, 0.0)
-        _require_start(self.start)
+    gamma: NonNegative = 6.94
+    start: UpdatesFromZero = 0
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``average`` moves more slowly the longer it is kept."""
@@ -322,8 +311,8 @@ class ScheduleFree(Elementwise):
 
     learning_rate: NonNegative = 1.0
     _: KW_ONLY
-    b1: Hyperparameter = 0.9
-    warmup_steps: int = 0
+    b1: FixedShare = 0.9
+    warmup_steps: UpdatesFromZero = 0
     r: NonNegative = 0.0
     weight_lr_power: NonNegative = 2.0
     rectified_by: Rate | None = None
@@ -331,10 +320,8 @@ class ScheduleFree(Elementwise):
 
     def __post_init__(self) -> None:
         Elementwise.__post_init__(self)
-        require("b1", self.b1, 0.0, 1.0, schedule=False)
         if is_zero(self.b1):
             raise ValueError("b1: got 0.0; accepted is a number in (0, 1]: the average is found by dividing by it.")
-        require_count("warmup_steps", self.warmup_steps, "a number of updates", 0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``base`` is a sum of all updates."""

@@ -11,13 +11,12 @@ from torch import Tensor
 from everybit.base import (
     NonNegative,
     Rate,
+    Updates,
     at,
     beside,
     materialize,
     mean,
-    require_count,
     require_step,
-    require_word,
     sqrt,
     tree,
 )
@@ -57,10 +56,6 @@ class ClipByUnitNorm(Memoryless, WholeTensors):
     limit: NonNegative = 0.01
     eps: NonNegative = 1e-3
     units: Units = "first"
-
-    def __post_init__(self) -> None:
-        WholeTensors.__post_init__(self)
-        require_word("units", self.units, Units)
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the clipped updates."""
@@ -163,11 +158,7 @@ class ClipByZScore(Elementwise):
     reads_weights = False
     decay: Rate = 0.97
     limit: NonNegative = 2.5
-    warmup: int = 25
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        require_count("warmup", self.warmup, "a whole number of updates")
+    warmup: Updates = 25
 
     def init(self, params: P) -> ZClipState:
         """Return a mean and a variance of zero."""

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
+    AtLeastOne,
+    AtMostZero,
+    Count,
     NonNegative,
     Rate,
     Scalar,
     Share,
     Slot,
+    UpdatesFromZero,
     at,
     materialize,
     mean,
-    require,
-    require_count,
     require_step,
     sqrt,
     sum_of_squares,
@@ -75,21 +76,13 @@ class ScaleByFactoredRms(WholeTensors):
 
     reads_weights = False
     _: KW_ONLY
-    beta2_decay: Hyperparameter = -0.8
+    beta2_decay: AtMostZero = -0.8
     b2_cap: Share = 1.0
     eps1: NonNegative = 1e-30
     clip_threshold: NonNegative | None = 1.0
     dimensions: Which = "last"
-    min_size_to_factor: int = 1
-    step_offset: int = 0
-
-    def __post_init__(self) -> None:
-        WholeTensors.__post_init__(self)
-        require("beta2_decay", self.beta2_decay, high=0.0)
-        factored.require_which(self.dimensions)
-        for name, low in (("min_size_to_factor", 1), ("step_offset", 0)):
-            value = getattr(self, name)
-            require_count(name, value, "a whole number", low)
+    min_size_to_factor: Count = 1
+    step_offset: UpdatesFromZero = 0
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``variance`` moves more slowly the longer it is kept, down to ``b2_cap``."""
@@ -149,10 +142,7 @@ class ScaleByParameterRms(_OfWholeTensors):
         Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 8; optax's ``scale_by_param_block_rms``.
     """
 
-    eps2: Hyperparameter = 1e-3
-
-    def __post_init__(self) -> None:
-        require("eps2", self.eps2, 0.0)
+    eps2: NonNegative = 1e-3
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates."""
@@ -181,14 +171,9 @@ class SubtractRelativeDecay(_OfWholeTensors):
         ValueError: A hyperparameter out of range.
     """
 
-    weight_decay: Hyperparameter
-    learning_rate: Hyperparameter
-    eps2: Hyperparameter = 1e-3
-
-    def __post_init__(self) -> None:
-        require("weight_decay", self.weight_decay, 0.0)
-        require("learning_rate", self.learning_rate, 0.0)
-        require("eps2", self.eps2, 0.0)
+    weight_decay: NonNegative
+    learning_rate: NonNegative
+    eps2: NonNegative = 1e-3
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates - weight_decay * learning_rate * max(eps2, rms(params)) * params``."""
@@ -260,16 +245,11 @@ class ScaleByTorchAdafactor(WholeTensors):
     """
 
     learning_rate: NonNegative = 1e-2
-    beta2_decay: Hyperparameter = -0.8
+    beta2_decay: AtMostZero = -0.8
     eps1: NonNegative | None = None
     eps2: NonNegative = 1e-3
-    d: Hyperparameter = 1.0
+    d: AtLeastOne = 1.0
     weight_decay: NonNegative = 0.0
-
-    def __post_init__(self) -> None:
-        WholeTensors.__post_init__(self)
-        require("beta2_decay", self.beta2_decay, high=0.0)
-        require("d", self.d, 1.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``variance`` moves more slowly the longer it is kept."""

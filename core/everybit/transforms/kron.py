@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
+    FixedAboveZero,
     Key,
     NonNegative,
     Rate,
     Scalar,
     Share,
     Slot,
+    Updates,
     at,
     bias_correction,
-    is_zero,
     materialize,
     normal,
-    require,
-    require_count,
     require_step,
     tree,
 )
@@ -78,19 +77,12 @@ class ScaleByKron(WholeTensors):
     draws = True
     b1: Rate = 0.9
     preconditioner_rate: Share = 0.1
-    period: int = 1
-    start: Scalar = 1.0
+    period: Updates = 1
+    start: FixedAboveZero = 1.0
     of_momentum: bool = True
     normalize: bool = False
     max_rms: NonNegative | None = 1.1
     where: Kronecker = field(default_factory=lambda: Kronecker(max_dimension=2048))  # a default that torch 2.11 traces
-
-    def __post_init__(self) -> None:
-        WholeTensors.__post_init__(self)
-        require_count("period", self.period, "a whole number of updates")
-        require("start", self.start, 0.0, schedule=False)
-        if is_zero(self.start):
-            raise ValueError("start: got 0.0; accepted is a number above zero.")
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``factors`` move by less and less of themselves as they come to fit."""

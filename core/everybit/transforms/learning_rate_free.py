@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
+    AtLeastOne,
+    FixedAboveZero,
     NonNegative,
-    Range,
     Rate,
     Slot,
     at,
@@ -19,7 +19,6 @@ from everybit.base import (
     bias_correction,
     is_zero,
     materialize,
-    require,
     require_step,
     sqrt,
     square_root,
@@ -28,15 +27,6 @@ from everybit.base import (
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay, Sum
 
 P = TypeVar("P")
-
-Growth = Annotated[Hyperparameter, Range(1.0)]
-"""At least one."""
-
-
-def _require_first_estimate(d0: Hyperparameter) -> None:
-    require("d0", d0, 0.0, schedule=False)
-    if is_zero(d0):
-        raise ValueError("d0: got 0.0; accepted is a number above zero.")
 
 
 @tree.state
@@ -101,15 +91,11 @@ class Prodigy(Elementwise):
     b3: Rate | None = None
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.0
-    d0: Hyperparameter = 1e-6
+    d0: FixedAboveZero = 1e-6
     d_coef: NonNegative = 1.0
-    growth_rate: Growth | None = None
+    growth_rate: AtLeastOne | None = None
     bias_correction: bool = False
     safeguard_warmup: bool = False
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        _require_first_estimate(self.d0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with ``b3``; ``start`` has to keep its values."""
@@ -246,13 +232,9 @@ class DAdaptAdam(Elementwise):
     b2: Rate = 0.999
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.0
-    d0: Hyperparameter = 1e-6
-    growth_rate: Growth | None = None
+    d0: FixedAboveZero = 1e-6
+    growth_rate: AtLeastOne | None = None
     bias_correction: bool = False
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        _require_first_estimate(self.d0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with the root of ``b2``, which is nearer to 1."""

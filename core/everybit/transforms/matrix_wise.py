@@ -87,11 +87,6 @@ class MatrixWise(WholeTensors):
 
     view: MatrixView | None = None
 
-    def __post_init__(self) -> None:
-        WholeTensors.__post_init__(self)
-        if self.view is not None and not isinstance(self.view, MatrixView):
-            raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
-
     def matrices(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the shapes (..., rows, columns) of the batches of matrices that a parameter of this shape is.
 

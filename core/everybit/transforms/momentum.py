@@ -14,11 +14,11 @@ from everybit.base import (
     Scalar,
     Share,
     Slot,
+    Updates,
     at,
     bias_correction,
     is_zero,
     materialize,
-    require_count,
     require_step,
     sqrt,
     tree,
@@ -309,14 +309,8 @@ class ScaleByAdemamix(Elementwise):
     eps: NonNegative = 1e-8
     eps_root: NonNegative = 0.0
     _: KW_ONLY
-    alpha_warmup: int | None = None
-    b3_warmup: int | None = None
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        for name in ("alpha_warmup", "b3_warmup"):
-            updates = getattr(self, name)
-            require_count(name, updates, "a number of updates", optional=True)
+    alpha_warmup: Updates | None = None
+    b3_warmup: Updates | None = None
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``slow`` with ``b3``, ``variance`` with ``b2``."""

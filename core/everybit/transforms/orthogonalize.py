@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
+    AboveZero,
+    NonNegative,
     Rate,
     Scalar,
     Slot,
@@ -19,10 +20,7 @@ from everybit.base import (
     bias_correction,
     materialize,
     mean,
-    require,
-    require_options,
     require_step,
-    require_word,
     sqrt,
     sum_of_squares,
     tree,
@@ -35,7 +33,6 @@ from everybit.transforms.matrix_wise import (
     Stateless,
     alone,
     from_shape,
-    require_above_zero,
     require_scale,
     scaled,
 )
@@ -74,12 +71,7 @@ class Equalize(Stateless):
     """
 
     sides: Sides = "rows"
-    eps: Hyperparameter = 1e-8
-
-    def __post_init__(self) -> None:
-        MatrixWise.__post_init__(self)
-        require_word("sides", self.sides, Sides)
-        require("eps", self.eps, 0.0)
+    eps: NonNegative = 1e-8
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory, after a look at all shapes."""
@@ -144,7 +136,6 @@ class Orthogonalize(Stateless):
 
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)
-        require_options("iteration", self.iteration, NewtonSchulz)
         require_scale(self.scale)
 
     def init(self, params: P) -> Empty:
@@ -226,13 +217,7 @@ class ScaleByNorMuon(MatrixWise):
     side: Side = "rows"
     norm: Norm = "kept"
     debias: bool = False
-    eps: Hyperparameter = 1e-10
-
-    def __post_init__(self) -> None:
-        MatrixWise.__post_init__(self)
-        require_above_zero("eps", self.eps)
-        require_word("side", self.side, Side)
-        require_word("norm", self.norm, Norm)
+    eps: AboveZero = 1e-10
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``variance`` decays with ``b2``."""

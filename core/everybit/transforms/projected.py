@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
+    AtLeastOne,
+    Count,
     Key,
     NonNegative,
     Rate,
@@ -23,11 +24,8 @@ from everybit.base import (
     materialize,
     mean,
     normal,
-    require,
-    require_count,
     require_each,
     require_step,
-    require_word,
     sqrt,
     square_root,
     tree,
@@ -82,7 +80,7 @@ class ScaleByDion(WholeTensors):
     reads_weights = False
     draws = True
     decay: Share = 0.95
-    rank_divisor: int = 4
+    rank_divisor: Count = 4
     eps: NonNegative = 1e-8
     scale: Scale = "spectral_unclamped"
     view: MatrixView | None = None
@@ -90,9 +88,6 @@ class ScaleByDion(WholeTensors):
     def __post_init__(self) -> None:
         WholeTensors.__post_init__(self)
         require_scale(self.scale)
-        if self.view is not None and not isinstance(self.view, MatrixView):
-            raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
-        require_count("rank_divisor", self.rank_divisor, "a whole number")
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` keeps the error of the approximation; ``basis`` turns slowly where singular values are nearly equal."""
@@ -239,17 +234,11 @@ class ScaleByApollo(WholeTensors):
     reads_weights = False
     scale: NonNegative = 1.0
     scale_type: ScaledBy = "channel"
-    limit: Hyperparameter | None = 1.01
+    limit: AtLeastOne | None = 1.01
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NonNegative = 1e-6
     projection: Projection = field(default_factory=lambda: Projection(256, basis="random"))
-
-    def __post_init__(self) -> None:
-        WholeTensors.__post_init__(self)
-        if self.limit is not None:
-            require("limit", self.limit, 1.0)
-        require_word("scale_type", self.scale_type, ScaledBy)
 
     @property
     def draws(self) -> bool:

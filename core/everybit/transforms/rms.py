@@ -8,15 +8,14 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from everybit.base import (
+    FixedNonNegative,
     NonNegative,
     Rate,
-    Scalar,
     Share,
     Slot,
     at,
     is_zero,
     materialize,
-    require,
     require_step,
     sqrt,
     tree,
@@ -56,14 +55,10 @@ class ScaleByAdagrad(Elementwise):
     """
 
     reads_weights = False
-    initial_accumulator_value: Scalar = 0.0
+    initial_accumulator_value: FixedNonNegative = 0.0
     eps: NonNegative = 1e-10
     lr_decay: NonNegative = 0.0
     eps_inside_root: bool = False
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        require("initial_accumulator_value", self.initial_accumulator_value, 0.0, schedule=False)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``sum_of_squares`` is a sum, which does not decay."""

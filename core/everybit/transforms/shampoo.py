@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
     NonNegative,
+    NonNegativeConstant,
+    Options,
+    Rate,
+    RateConstant,
     Scalar,
     Slot,
+    Updates,
     at,
     bias_correction,
     materialize,
-    require,
-    require_count,
-    require_options,
     require_step,
-    require_word,
     sqrt,
     tree,
 )
@@ -40,7 +40,7 @@ Damping = Literal["root", "start"]
 
 
 @dataclass(frozen=True, slots=True)
-class Grafting:
+class Grafting(Options):
     """The optimizer whose size Shampoo's direction gets, for each matrix.
 
     Args:
@@ -55,15 +55,12 @@ class Grafting:
     """
 
     of: Graft = "adam"
-    decay: float = 0.999
-    eps: float = 1e-8
-    start: int | None = None
+    decay: RateConstant = 0.999
+    eps: NonNegativeConstant = 1e-8
+    start: Updates | None = None
 
     def __post_init__(self) -> None:
-        require_word("of", self.of, Graft)
-        require("decay", self.decay, 0.0, 1.0, open_high=True, schedule=False)
-        require("eps", self.eps, 0.0, schedule=False)
-        require_count("start", self.start, "a whole number of updates", optional=True)
+        Options.__post_init__(self)
         if self.of == "none" and self.start not in (None, 1):
             raise ValueError(f"start: got {self.start} without a graft to take before; accepted are None and 1.")
 
@@ -118,24 +115,15 @@ class ScaleByShampoo(WholeTensors):
     """
 
     reads_weights = False
-    b1: Hyperparameter | None = 0.9
-    b2: Hyperparameter | None = 0.999
+    b1: Rate | None = 0.9
+    b2: Rate | None = 0.999
     eps: NonNegative = 1e-12
     damping: Damping = "root"
     exponent: NonNegative | None = None
-    period: int = 10
+    period: Updates = 10
     graft: Grafting = field(default_factory=lambda: Grafting())  # a default that torch 2.11 traces
     debias: bool = True
     where: Kronecker = field(default_factory=lambda: Kronecker(max_dimension=8192))  # a default that torch 2.11 traces
-
-    def __post_init__(self) -> None:
-        WholeTensors.__post_init__(self)
-        for name in ("b1", "b2"):
-            if getattr(self, name) is not None:
-                require(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        require_count("period", self.period, "a whole number of updates")
-        require_options("graft", self.graft, Grafting)
-        require_word("damping", self.damping, Damping)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``roots`` may not be rounded to nearest in 16 bits, the others by their rates.

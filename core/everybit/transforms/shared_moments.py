@@ -11,23 +11,21 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
     NonNegative,
     Rate,
+    Rows,
     Slot,
     at,
     barriers,
     bias_correction,
     materialize,
     mean,
-    require,
-    require_count,
     require_name,
     require_step,
     sqrt,
     tree,
 )
-from everybit.protocol import ALONE, Context, Cut, SlotDecay, WholeTensors
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 
 P = TypeVar("P")
 
@@ -156,11 +154,7 @@ class ScaleByAdamMini(WholeTensors):
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NonNegative = 1e-8
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        WholeTensors.__post_init__(self)
-        require_count("rows", self.rows, "a number of rows", optional=True)
+    rows: Rows | None = None
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
@@ -270,7 +264,7 @@ class NovogradState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByNovograd:
+class ScaleByNovograd(WholeTensors):
     r"""Divide each tensor's gradient by the root of the running square of its norm, add decay, and sum up.
 
     .. math::
@@ -293,27 +287,11 @@ class ScaleByNovograd:
         Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286, Algorithm 1.
     """
 
-    b1: Hyperparameter = 0.9
-    b2: Hyperparameter = 0.25
-    eps: Hyperparameter = 1e-8
+    b1: Rate = 0.9
+    b2: Rate = 0.25
+    eps: NonNegative = 1e-8
     _: KW_ONLY
-    weight_decay: Hyperparameter = 0.0
-
-    def __post_init__(self) -> None:
-        require("b1", self.b1, 0.0, 1.0, open_high=True)
-        require("b2", self.b2, 0.0, 1.0, open_high=True)
-        require("eps", self.eps, 0.0)
-        require("weight_decay", self.weight_decay, 0.0)
-
-    @property
-    def cut(self) -> Cut:
-        """``"tensor"``: the square has another shape than its parameter."""
-        return "tensor"
-
-    @property
-    def reduces(self) -> bool:
-        """False: a whole tensor's norm is known where the tensor is."""
-        return False
+    weight_decay: NonNegative = 0.0
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, NonNegative, Rate, Share, Slot, at, clamp, require, require_step, tree
+from everybit.base import AtLeastOne, NonNegative, Rate, Share, Slot, at, clamp, require_step, tree
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
@@ -107,13 +107,9 @@ class ScaleByRprop(Elementwise):
     reads_weights = False
     learning_rate: NonNegative = 1e-2
     shrink: Share = 0.5
-    grow: Hyperparameter = 1.2
+    grow: AtLeastOne = 1.2
     min_step: NonNegative = 1e-6
     max_step: NonNegative = 50.0
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        require("grow", self.grow, 1.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``previous`` is replaced at each step; so is ``step_size``, where it changes, by a number far from the old one."""

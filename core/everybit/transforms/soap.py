@@ -15,15 +15,14 @@ from everybit.base import (
     Rate,
     Scalar,
     Slot,
+    Updates,
     at,
     bias_correction,
     exp,
     log,
     materialize,
     mean,
-    require_count,
     require_step,
-    require_word,
     sqrt,
     sum_of_squares,
     tree,
@@ -98,17 +97,12 @@ class ScaleBySoap(WholeTensors):
     b2: Rate = 0.95
     factor_decay: Rate | None = None
     eps: NonNegative = 1e-8
-    period: int = 10
+    period: Updates = 10
     debias: bool = True
     normalize: bool = False
     correction: Correction = "none"
     least_eigenvalue: NonNegative = 1e-8
     where: Kronecker = field(default_factory=Kronecker)  # a default that torch 2.11 traces
-
-    def __post_init__(self) -> None:
-        WholeTensors.__post_init__(self)
-        require_count("period", self.period, "a whole number of updates")
-        require_word("correction", self.correction, Correction)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``basis`` moves slowly where neighbouring eigenvalues are nearly equal, the others by their rates."""

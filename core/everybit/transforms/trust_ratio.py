@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, at, require, tree
+from everybit.base import NonNegative, at, tree
 from everybit.protocol import ALONE, Context, Elementwise
 from everybit.transforms.updates import Empty, Memoryless
 
@@ -46,15 +46,9 @@ class ScaleByTrustRatio(_PerTensor):
     """
 
     _: KW_ONLY
-    coefficient: Hyperparameter = 1.0
-    eps: Hyperparameter = 0.0
-    max_ratio: Hyperparameter | None = None
-
-    def __post_init__(self) -> None:
-        require("coefficient", self.coefficient, 0.0)
-        require("eps", self.eps, 0.0)
-        if self.max_ratio is not None:
-            require("max_ratio", self.max_ratio, 0.0)
+    coefficient: NonNegative = 1.0
+    eps: NonNegative = 0.0
+    max_ratio: NonNegative | None = None
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates."""
@@ -94,14 +88,9 @@ class ScaleByLars(_PerTensor):
         You et al. 2017, https://arxiv.org/abs/1708.03888, Algorithm 1.
     """
 
-    weight_decay: Hyperparameter = 0.0
-    coefficient: Hyperparameter = 1e-3
-    eps: Hyperparameter = 1e-8
-
-    def __post_init__(self) -> None:
-        require("weight_decay", self.weight_decay, 0.0)
-        require("coefficient", self.coefficient, 0.0)
-        require("eps", self.eps, 0.0)
+    weight_decay: NonNegative = 0.0
+    coefficient: NonNegative = 1e-3
+    eps: NonNegative = 1e-8
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return decayed and scaled gradients."""

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
-    Hyperparameter,
+    FixedAboveZero,
     NonNegative,
     Scalar,
+    UpdatesFromZero,
     as_tensor,
     at,
     is_zero,
-    require,
-    require_count,
     require_step,
     tree,
 )
@@ -66,8 +65,8 @@ class SubtractDecayedWeights(Memoryless, Elementwise):
     """
 
     weight_decay: NonNegative = 1e-4
-    learning_rate: Hyperparameter | None = None
-    max_learning_rate: Scalar | None = None
+    learning_rate: NonNegative | None = None
+    max_learning_rate: FixedAboveZero | None = None
 
     def __post_init__(self) -> None:
         Elementwise.__post_init__(self)
@@ -76,11 +75,6 @@ class SubtractDecayedWeights(Memoryless, Elementwise):
                 "max_learning_rate: fully decoupled decay scales with learning_rate / max_learning_rate, so it needs both or neither;"
                 f" got learning_rate={self.learning_rate!r}, max_learning_rate={self.max_learning_rate!r}."
             )
-        if self.learning_rate is not None and self.max_learning_rate is not None:
-            require("learning_rate", self.learning_rate, 0.0)
-            require("max_learning_rate", self.max_learning_rate, 0.0, schedule=False)
-            if is_zero(self.max_learning_rate):
-                raise ValueError("max_learning_rate: got 0.0; accepted is a number above zero.")
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates - weight_decay * (learning_rate / max_learning_rate) * params``."""
@@ -186,13 +180,7 @@ class AddCorrectedDecay(Memoryless, Elementwise):
 
     weight_decay: NonNegative
     learning_rate: NonNegative
-    max_learning_rate: Scalar
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        require("max_learning_rate", self.max_learning_rate, 0.0, schedule=False)
-        if is_zero(self.max_learning_rate):
-            raise ValueError("max_learning_rate: got 0.0; accepted is a number above zero.")
+    max_learning_rate: FixedAboveZero
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates + weight_decay * (learning_rate / max_learning_rate) * params``."""
@@ -224,11 +212,7 @@ class SubtractDecayOfMoved(Memoryless, Elementwise):
 
     weight_decay: NonNegative = 1e-2
     learning_rate: NonNegative = 1e-3
-    after: int = 0
-
-    def __post_init__(self) -> None:
-        Elementwise.__post_init__(self)
-        require_count("after", self.after, "a whole number of updates", 0)
+    after: UpdatesFromZero = 0
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates - learning_rate * weight_decay * (params + updates)``."""

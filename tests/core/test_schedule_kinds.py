@@ -213,7 +213,7 @@ def test_schedules_are_values_on_every_device() -> None:
     ("make", "message"),
     [
         (lambda: eb.polynomial_schedule(1.0, 0.0, steps=0), r"^steps: got 0"),
-        (lambda: eb.polynomial_schedule(1.0, 0.0, steps=3, power=0.0), r"^power: got 0\.0; accepted is a finite number above"),
+        (lambda: eb.polynomial_schedule(1.0, 0.0, steps=3, power=0.0), r"^power: got 0\.0; accepted is a number above"),
         (lambda: eb.polynomial_schedule(math.nan, 0.0, steps=3), r"^start: got nan"),
         (lambda: eb.exponential_decay_schedule(1.0, 0.0), r"^rate: got 0\.0"),
         (lambda: eb.exponential_decay_schedule(1.0, -0.5), r"^rate: got -0\.5"),

@@ -14,17 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.base import Schedule, cos, is_zero, require, require_count
+from everybit.base import (
+    Constant,
+    PositiveConstant,
+    Range,
+    Ranged,
+    Schedule,
+    Updates,
+    cos,
+    require_count,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class ConstantSchedule:
+class ConstantSchedule(Ranged):
     """A schedule that is ``value`` at every step."""
 
-    value: float
-
-    def __post_init__(self) -> None:
-        require("value", self.value, schedule=False)
+    value: Constant
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""
@@ -32,17 +38,12 @@ class ConstantSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearSchedule:
+class LinearSchedule(Ranged):
     """A schedule from ``start`` to ``end`` in ``steps`` updates, then ``end``."""
 
-    start: float
-    end: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        require("start", self.start, schedule=False)
-        require("end", self.end, schedule=False)
-        require_steps("steps", self.steps)
+    start: Constant
+    end: Constant
+    steps: Updates
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""
@@ -50,7 +51,7 @@ class LinearSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class CosineDecaySchedule:
+class CosineDecaySchedule(Ranged):
     """A schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``.
 
     The first update has ``start``, and the update with ``steps`` before it is the first that has ``end``.
@@ -69,17 +70,11 @@ class CosineDecaySchedule:
         Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983.
     """
 
-    start: float
-    steps: int
+    start: Constant
+    steps: Updates
     _: KW_ONLY
-    end: float = 0.0
-    exponent: float = 1.0
-
-    def __post_init__(self) -> None:
-        require("start", self.start, schedule=False)
-        require("end", self.end, schedule=False)
-        require_steps("steps", self.steps)
-        require_above_zero("exponent", self.exponent)
+    end: Constant = 0.0
+    exponent: PositiveConstant = 1.0
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""
@@ -190,6 +185,4 @@ def require_longer(name: str, value: int, other_name: str, other: int) -> None:
 
 def require_above_zero(name: str, value: object) -> None:
     """Refuse a value that is not a finite number above zero, with a ValueError or TypeError."""
-    require(name, value, 0.0, schedule=False)
-    if is_zero(value):
-        raise ValueError(f"{name}: got {value!r}; accepted is a finite number above zero.")
+    Range(0.0, open_low=True, schedule=False).check(name, value)

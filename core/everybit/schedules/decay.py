@@ -11,20 +11,19 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from everybit.base import Schedule, require, sqrt
+from everybit.base import Constant, PositiveConstant, Ranged, Schedule, Updates, sqrt
 from everybit.schedules.basic import (
     ConstantSchedule,
     JoinSchedules,
     LinearSchedule,
     join_schedules,
     progress,
-    require_above_zero,
     require_steps,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class PolynomialSchedule:
+class PolynomialSchedule(Ranged):
     r"""A schedule from ``start`` to ``end`` along a power of the share :math:`x = \min(t / \text{steps}, 1)` that has passed.
 
     .. math::
@@ -44,18 +43,12 @@ class PolynomialSchedule:
         ValueError: A number that is not finite, or out of range.
     """
 
-    start: float
-    end: float
+    start: Constant
+    end: Constant
     _: KW_ONLY
-    steps: int
-    power: float = 1.0
+    steps: Updates
+    power: PositiveConstant = 1.0
     of_passed: bool = False
-
-    def __post_init__(self) -> None:
-        require("start", self.start, schedule=False)
-        require("end", self.end, schedule=False)
-        require_steps("steps", self.steps)
-        require_above_zero("power", self.power)
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""
@@ -65,7 +58,7 @@ class PolynomialSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class ExponentialDecaySchedule:
+class ExponentialDecaySchedule(Ranged):
     r"""A schedule that is multiplied by ``rate`` every ``steps`` updates: :math:`\text{start} \cdot \text{rate}^{t / \text{steps}}`.
 
     As optax's ``exponential_decay``; as torch's ``ExponentialLR``, and with ``staircase`` as its ``StepLR``. The first update has
@@ -82,19 +75,12 @@ class ExponentialDecaySchedule:
         ValueError: A number that is not finite, or out of range.
     """
 
-    start: float
-    rate: float
-    steps: int = 1
+    start: Constant
+    rate: PositiveConstant
+    steps: Updates = 1
     _: KW_ONLY
     staircase: bool = False
-    end: float | None = None
-
-    def __post_init__(self) -> None:
-        require("start", self.start, schedule=False)
-        require_above_zero("rate", self.rate)
-        require_steps("steps", self.steps)
-        if self.end is not None:
-            require("end", self.end, schedule=False)
+    end: Constant | None = None
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""
@@ -106,15 +92,11 @@ class ExponentialDecaySchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class InverseSqrtSchedule:
+class InverseSqrtSchedule(Ranged):
     r"""A schedule :math:`\text{start} \sqrt{\tau / (t + \tau)}`, in which :math:`\tau` is ``timescale``, in updates."""
 
-    start: float
-    timescale: float
-
-    def __post_init__(self) -> None:
-        require("start", self.start, schedule=False)
-        require_above_zero("timescale", self.timescale)
+    start: Constant
+    timescale: PositiveConstant
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""
@@ -122,7 +104,7 @@ class InverseSqrtSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class RelativeStepSchedule:
+class RelativeStepSchedule(Ranged):
     r"""Adafactor's schedule :math:`\min(\rho, 1/\sqrt t)`, where t is 1 at the first update (Shazeer & Stern 2018, section 9).
 
     Args:
@@ -133,14 +115,9 @@ class RelativeStepSchedule:
         ValueError: A number that is not finite, or out of range.
     """
 
-    limit: float = 1e-2
+    limit: PositiveConstant = 1e-2
     _: KW_ONLY
-    slope: float | None = None
-
-    def __post_init__(self) -> None:
-        require_above_zero("limit", self.limit)
-        if self.slope is not None:
-            require_above_zero("slope", self.slope)
+    slope: PositiveConstant | None = None
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""

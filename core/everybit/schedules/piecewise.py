@@ -14,7 +14,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from everybit.base import Schedule, cos, require, require_word
+from everybit.base import Constant, Ranged, Schedule, Updates, cos, require
 from everybit.schedules.basic import (
     CosineDecaySchedule,
     JoinSchedules,
@@ -29,14 +29,14 @@ Interpolation = Literal["linear", "cosine"]
 
 
 @dataclass(frozen=True, slots=True)
-class PiecewiseConstantSchedule:
+class PiecewiseConstantSchedule(Ranged):
     """A schedule that is multiplied by a factor at each of several updates. ``factors`` are pairs of update and factor, in order."""
 
-    start: float
+    start: Constant
     factors: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        require("start", self.start, schedule=False)
+        Ranged.__post_init__(self)
         _require_factors(self.factors)
 
     def __call__(self, step: Tensor) -> Tensor:
@@ -48,14 +48,14 @@ class PiecewiseConstantSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class InterpolatedSchedule:
+class InterpolatedSchedule(Ranged):
     """A schedule through ``points``, pairs of a number of updates (which may be a fraction) and a value; constant outside of them."""
 
     points: tuple[tuple[float, float], ...]
     interpolation: Interpolation = "linear"
 
     def __post_init__(self) -> None:
-        require_word("interpolation", self.interpolation, Interpolation)
+        Ranged.__post_init__(self)
         for place, value in self.points:
             require("points", place, 0.0, schedule=False)
             require("points", value, schedule=False)
@@ -78,7 +78,7 @@ class InterpolatedSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class CosineRestartsSchedule:
+class CosineRestartsSchedule(Ranged):
     """Half a cosine from ``start`` to ``end`` with warm restarts (SGDR), without end: torch's ``CosineAnnealingWarmRestarts``.
 
     The first update has ``start``. ``end`` itself is never reached: at ``steps`` the next period begins, with ``start``.
@@ -96,17 +96,11 @@ class CosineRestartsSchedule:
         Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983.
     """
 
-    start: float
-    steps: int
+    start: Constant
+    steps: Updates
     _: KW_ONLY
-    growth: int = 1
-    end: float = 0.0
-
-    def __post_init__(self) -> None:
-        require("start", self.start, schedule=False)
-        require("end", self.end, schedule=False)
-        require_steps("steps", self.steps)
-        require_steps("growth", self.growth)
+    growth: Updates = 1
+    end: Constant = 0.0
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""

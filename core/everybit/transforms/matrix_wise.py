@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Scalar, is_zero, materialize, require, require_each, tree
+from everybit.base import Scalar, materialize, require_each, tree
 from everybit.linalg import MatrixView, view_for
 from everybit.protocol import ALONE, Context, WholeTensors
 from everybit.transforms.updates import Empty
@@ -41,18 +41,6 @@ def require_scale(scale: object) -> None:
         raise ValueError(
             f"scale: got {scale!r}; accepted are {', '.join(map(repr, SCALES))}, a number, or a function of rows and columns."
         )
-
-
-def require_above_zero(name: str, value: Hyperparameter) -> None:
-    """Refuse a hyperparameter that is not above zero.
-
-    Raises:
-        TypeError: ``value`` is not a view.
-        ValueError: It is not above zero.
-    """
-    require(name, value, 0.0)
-    if is_zero(value):
-        raise ValueError(f"{name}: got 0.0; accepted is a number above zero.")
 
 
 def scaled(batch: Tensor, scale: Scale, shape: Sequence[int]) -> Tensor:

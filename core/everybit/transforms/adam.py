@@ -34,10 +34,27 @@ Amsgrad = bool | Literal["corrected"]
 @tree.state
 @dataclass(frozen=True, slots=True)
 class AdamState(Generic[P]):
-    """Running means of the gradient and of its square, with the shapes of the parameters."""
+    """Two moments: of Adam the running means of the gradient and of its square."""
 
     momentum: Slot[P]
     variance: Slot[P]
+
+
+class TwoMoments(Elementwise):
+    """Base class of transforms with Adam's two moments, which decay with ``b1`` and ``b2``."""
+
+    __slots__ = ()
+
+    b1: Rate
+    b2: Rate
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
+        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
+
+    def init(self, params: P) -> AdamState[P]:
+        """Return moments of zero for all parameters."""
+        return AdamState(tree.zeros_like(params), tree.zeros_like(params))
 
 
 @tree.state
@@ -280,7 +297,7 @@ scale_by_adamax = ScaleByAdamax
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByAdamAtan2(Elementwise):
+class ScaleByAdamAtan2(TwoMoments):
     r"""The angle between Adam's moments, which needs no :math:`\epsilon`: the update is the same for gradients of any size.
 
     .. math::
@@ -306,14 +323,6 @@ class ScaleByAdamAtan2(Elementwise):
     b2: Rate = 0.99
     a: NonNegative = 1.27
     b: NonNegative = 1.0
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
-        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
-
-    def init(self, params: P) -> AdamState[P]:
-        """Return moments of zero for all parameters."""
-        return AdamState(tree.zeros_like(params), tree.zeros_like(params))
 
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, and return their angles."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from everybit.base import (
     Range,
     Rate,
     Scalar,
-    Slot,
     UpdatesFromZero,
     at,
     bias_correction,
@@ -27,7 +26,7 @@ from everybit.base import (
     tree,
 )
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
-from everybit.transforms.adam import AdamState
+from everybit.transforms.adam import AdamState, TwoMoments
 from everybit.transforms.updates import Empty, Memoryless
 
 P = TypeVar("P")
@@ -38,7 +37,7 @@ Threshold = Annotated[Hyperparameter, Range(4.0)]
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByRadam(Elementwise):
+class ScaleByRadam(TwoMoments):
     r"""Adam's direction times the rectification :math:`r_t`; before it is known, the unbiased mean alone.
 
     .. math::
@@ -72,14 +71,6 @@ class ScaleByRadam(Elementwise):
     _: KW_ONLY
     threshold: Threshold = 5.0
     eps_after_correction: bool = False
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
-        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
-
-    def init(self, params: P) -> AdamState[P]:
-        """Return moments of zero for all parameters."""
-        return AdamState(tree.zeros_like(params), tree.zeros_like(params))
 
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, and precondition by them where the second one can be trusted."""
@@ -116,17 +107,8 @@ def rectification(b2: Scalar, step: Tensor, threshold: Scalar) -> tuple[Tensor, 
 scale_by_radam = ScaleByRadam
 
 
-@tree.state
 @dataclass(frozen=True, slots=True)
-class BeliefState(Generic[P]):
-    """Running means of the gradient, and of the square of its distance from that mean."""
-
-    momentum: Slot[P]
-    variance: Slot[P]
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleByBelief(Elementwise):
+class ScaleByBelief(TwoMoments):
     r"""Divide the gradient's running mean by the root of the running square of its distance from the mean.
 
     .. math::
@@ -153,15 +135,7 @@ class ScaleByBelief(Elementwise):
     eps: NonNegative = 1e-16
     eps_root: NonNegative = 1e-16
 
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
-        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
-
-    def init(self, params: P) -> BeliefState[P]:
-        """Return moments of zero for all parameters."""
-        return BeliefState(tree.zeros_like(params), tree.zeros_like(params))
-
-    def update(self, updates: P, state: BeliefState[Any], params: P, ctx: Context = ALONE) -> tuple[P, BeliefState[P]]:
+    def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_belief")
         b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
@@ -176,19 +150,10 @@ class ScaleByBelief(Elementwise):
 
         variance = tree.elementwise(surprise, updates, momentum, state.variance)
         moved = tree.elementwise(lambda m, s: (m * unbias_mean) / (sqrt(s * unbias_square) + eps), momentum, variance)
-        return moved, BeliefState(momentum, variance)
+        return moved, AdamState(momentum, variance)
 
 
 scale_by_belief = ScaleByBelief
-
-
-@tree.state
-@dataclass(frozen=True, slots=True)
-class YogiState(Generic[P]):
-    """The gradient's running mean, and an additive estimate of its square."""
-
-    momentum: Slot[P]
-    variance: Slot[P]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +192,15 @@ class ScaleByYogi(Elementwise):
         """``momentum`` decays with ``b1``; ``variance`` is a sum, with terms that are small beside it."""
         return SlotDecay("momentum", self.b1), SlotDecay("variance", 1.0, squares=True)
 
-    def init(self, params: P) -> YogiState[P]:
+    def init(self, params: P) -> AdamState[P]:
         """Return moments of the initial values for all parameters."""
         mean, square = (at(x, None, name="initial") for x in (self.initial_mean, self.initial_square))
-        return YogiState(
+        return AdamState(
             tree.elementwise(lambda p: torch.zeros_like(p) + mean, params),
             tree.elementwise(lambda p: torch.zeros_like(p) + square, params),
         )
 
-    def update(self, updates: P, state: YogiState[Any], params: P, ctx: Context = ALONE) -> tuple[P, YogiState[P]]:
+    def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_yogi")
         b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
@@ -250,14 +215,14 @@ class ScaleByYogi(Elementwise):
         momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
         variance = tree.elementwise(followed, updates, state.variance)
         moved = tree.elementwise(lambda m, v: (m * unbias_mean) / (sqrt(v * unbias_square) + eps), momentum, variance)
-        return moved, YogiState(momentum, variance)
+        return moved, AdamState(momentum, variance)
 
 
 scale_by_yogi = ScaleByYogi
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByStableAdam(Elementwise):
+class ScaleByStableAdam(TwoMoments):
     r"""Adam's direction and decoupled decay, over the root mean square of each tensor's normalised gradients where that is above 1.
 
     .. math::
@@ -286,14 +251,6 @@ class ScaleByStableAdam(Elementwise):
     b2: Rate = 0.99
     eps: NonNegative = 1e-6
     weight_decay: NonNegative = 0.0
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
-        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
-
-    def init(self, params: P) -> AdamState[P]:
-        """Return moments of zero for all parameters."""
-        return AdamState(tree.zeros_like(params), tree.zeros_like(params))
 
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, precondition by them, and limit each tensor's step."""
@@ -332,17 +289,8 @@ class ScaleByStableAdam(Elementwise):
 scale_by_stable_adam = ScaleByStableAdam
 
 
-@tree.state
 @dataclass(frozen=True, slots=True)
-class AdoptState(Generic[P]):
-    """The running mean of normalised gradients, and that of the gradient's square."""
-
-    momentum: Slot[P]
-    variance: Slot[P]
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleByAdopt(Elementwise):
+class ScaleByAdopt(TwoMoments):
     r"""Average gradients that are divided by the root of the square known before them.
 
     .. math::
@@ -377,15 +325,7 @@ class ScaleByAdopt(Elementwise):
     clip_power: NonNegative | None = 0.25
     nesterov: bool = False
 
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
-        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
-
-    def init(self, params: P) -> AdoptState[P]:
-        """Return moments of zero for all parameters."""
-        return AdoptState(tree.zeros_like(params), tree.zeros_like(params))
-
-    def update(self, updates: P, state: AdoptState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdoptState[P]]:
+    def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Normalise by the old square, average, and update the square."""
         step = require_step(ctx.step, "scale_by_adopt")
         b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
@@ -409,7 +349,7 @@ class ScaleByAdopt(Elementwise):
             lambda g, v: torch.where(first, g * g, b2 * v + (1 - b2) * (g * g)), updates, state.variance
         )
         ahead = tree.elementwise(mean, shares, momentum) if self.nesterov else tree.map(torch.clone, momentum)
-        return ahead, AdoptState(momentum, variance)
+        return ahead, AdamState(momentum, variance)
 
 
 @dataclass(frozen=True, slots=True)

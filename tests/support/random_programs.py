@@ -7,7 +7,7 @@ any number of ranks has to end with the bits of one process that accumulates all
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import FlatStepper, TorchOptimizer, load_sharded, load_sharded_into, save_sharded
+from everybit_torch import FlatStepper, TorchOptimizer, freeze, load_sharded, load_sharded_into, save_sharded, unfreeze
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from tests.support.exact_models import Pattern, context_of, mesh_of, weights_of
 from tests.support.weights import Weights
@@ -27,25 +27,28 @@ RESUMED = 2
 """Steps after a checkpoint."""
 
 POLICIES = ("FP32", "KAHAN_BF16", "EXACT_BF16", "LEAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16", "LEAN_8BIT")
-TRANSFORMS: dict[str, eb.Transform[Any]] = {
-    "adamw": eb.adamw(0.03, weight_decay=0.1),
-    "clipped": eb.chain(eb.clip_by_global_norm(4.0), eb.adamw(0.03, weight_decay=0.1)),
-    "lamb": eb.chain(eb.clip_by_global_norm(4.0), eb.lamb(0.03), eb.clip_by_global_norm(0.01)),
-    "lars": eb.lars(0.03),
-    "stable adamw": eb.stable_adamw(0.03),
-    "lion": eb.lion(0.01),
-    "muon": eb.chain(eb.clip_by_global_norm(4.0), eb.muon(0.03)),
-    "soap": eb.soap(0.03),
-    "adafactor": eb.adafactor(0.03),
-    "novograd": eb.chain(eb.clip_by_global_norm(4.0), eb.novograd(0.03, weight_decay=0.1)),
-    "normuon": eb.muon(0.03, before="rows", after=eb.scale_by_normuon, others_rate=0.5),
-    "kron": eb.kron(0.03, period=2),
-    "apollo": eb.apollo(0.03, rank=1, period=2),
-    "low rank": eb.chain(eb.low_rank(eb.scale_by_lion(), rank=1, period=2), eb.scale_by_learning_rate(0.03)),
-    "unit norms": eb.chain(eb.clip_by_unit_norm(0.1), eb.adamw(0.03)),
-    "masked": eb.chain(eb.masked(eb.clip_by_global_norm(1.0), lambda _, p: p.ndim > 1), eb.sgd(0.03, momentum=0.9)),
-    "every second step": eb.chain(eb.accumulate(eb.sgd(0.03, momentum=0.9), every=2)),
+RATE = 0.03
+TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
+    "adamw": lambda lr: eb.adamw(lr, weight_decay=0.1),
+    "clipped": lambda lr: eb.chain(eb.clip_by_global_norm(4.0), eb.adamw(lr, weight_decay=0.1)),
+    "lamb": lambda lr: eb.chain(eb.clip_by_global_norm(4.0), eb.lamb(lr), eb.clip_by_global_norm(0.01)),
+    "lars": eb.lars,
+    "stable adamw": eb.stable_adamw,
+    "lion": eb.lion,
+    "muon": lambda lr: eb.chain(eb.clip_by_global_norm(4.0), eb.muon(lr)),
+    "soap": eb.soap,
+    "adafactor": eb.adafactor,
+    "novograd": lambda lr: eb.chain(eb.clip_by_global_norm(4.0), eb.novograd(lr, weight_decay=0.1)),
+    "normuon": lambda lr: eb.muon(lr, before="rows", after=eb.scale_by_normuon, others_rate=0.5),
+    "kron": lambda lr: eb.kron(lr, period=2),
+    "apollo": lambda lr: eb.apollo(lr, rank=1, period=2),
+    "low rank": lambda lr: eb.chain(eb.low_rank(eb.scale_by_lion(), rank=1, period=2), eb.scale_by_learning_rate(lr)),
+    "unit norms": lambda lr: eb.chain(eb.clip_by_unit_norm(0.1), eb.adamw(lr)),
+    "masked": lambda lr: eb.chain(eb.masked(eb.clip_by_global_norm(1.0), lambda _, p: p.ndim > 1), eb.sgd(lr, momentum=0.9)),
+    "every second step": lambda lr: eb.chain(eb.accumulate(eb.sgd(lr, momentum=0.9), every=2)),
 }  # fmt: skip
+DRAWING = ("kron", "apollo")
+"""Transforms with random numbers, which depend on where they stand: alone, or inside of a partition."""
 SHAPES = ((5, 3), (1, 4), (7,), (3, 2), (4, 4), (8,), (2, 6), (9,), (6, 1))
 
 
@@ -66,6 +69,10 @@ class Program:
         units: Whether each cell is a unit.
         nested: Whether the last cell lies in the one before it.
         frozen_step: The step in which one parameter is frozen; None: none.
+        labelled: Whether what is no matrix has an optimizer of its own.
+        scheduled: Whether the learning rate falls.
+        odd: Whether there are parameters without elements, without dimensions, and of float32 beside others.
+        idle: Whether the first rank leaves out the last backward pass of the second step.
     """
 
     seed: int
@@ -80,6 +87,10 @@ class Program:
     units: bool
     nested: bool
     frozen_step: int | None
+    labelled: bool = False
+    scheduled: bool = False
+    odd: bool = False
+    idle: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,6 +121,7 @@ def drawn(seed: int, ranks: int) -> Program:
     strategy = draw.choice(STRATEGIES)
     sharded = strategy == "optim_grads_params"
     policies = [one for one in POLICIES if not (sharded and len(mesh) == 2 and one == "LEAN_8BIT")]
+    patterns: tuple[Pattern, ...] = ("microbatch", "neither", "no_sync")
     return Program(
         seed=seed,
         mesh=mesh,
@@ -117,12 +129,16 @@ def drawn(seed: int, ranks: int) -> Program:
         outer=draw.choice(["no_shard", "optim"]) if sharded and len(mesh) == 2 else "no_shard",
         policy=draw.choice(policies),
         grads=draw.choice([None, eb.Grads(main="float32"), eb.Grads(main="float32", comm="bfloat16", reduce="fp32")]),
-        transform=draw.choice(list(TRANSFORMS)),
+        transform=(transform := draw.choice(list(TRANSFORMS))),
         microbatches=(number := draw.choice([1, 2, 3])),
-        pattern=draw.choice(["microbatch", "no_sync", "neither"] if number > 1 else ["microbatch", "neither"]),
+        pattern=(pattern := draw.choice(patterns[: 3 if number > 1 else 2])),
         units=draw.random() < 0.8,
         nested=draw.random() < 0.5,
         frozen_step=draw.choice([None, None, 1]),
+        labelled=draw.random() < 0.3 and transform not in DRAWING,
+        scheduled=draw.random() < 0.3,
+        odd=not sharded and draw.random() < 0.5,
+        idle=not sharded and number > 1 and pattern == "microbatch" and draw.random() < 0.5,
     )
 
 
@@ -165,37 +181,71 @@ class Cells(nn.Module):
         self.cells = nn.ModuleList(cells)
         self.own = nn.Parameter(torch.ones(6, 2, dtype=dtype))
         self.unused = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.odd = program.odd
+        if program.odd:
+            self.empty = nn.Parameter(torch.ones(0, 4, dtype=dtype))
+            self.scalar = nn.Parameter(torch.ones((), dtype=dtype))
+            self.wide = nn.Parameter(torch.ones(5))
 
     def forward(self, seed: int, uses_all: bool) -> Tensor:
         x = (self.own * (seed % 5)).sum()
         for cell in self.cells:
             x = cell(x, seed, uses_all)
+        if self.odd:
+            x = x.float() + self.empty.float().sum() + self.scalar.float() * (seed % 3) + (self.wide * (seed % 4)).sum()
         return x
 
 
 def elsewhere(program: Program, ranks: int) -> Program:
     """The same model and optimizer on another number of ranks, under another strategy, with other passes."""
     other = drawn(program.seed + 500_000, ranks)
+    if program.odd and other.strategy == "optim_grads_params":
+        other = replace(other, strategy="optim_grads", outer="no_shard")
     if program.policy == "LEAN_8BIT" and other.strategy == "optim_grads_params":
         other = replace(other, mesh=(ranks,), outer="no_shard")
     return replace(
-        other, seed=program.seed, policy=program.policy, grads=program.grads, transform=program.transform, nested=program.nested
+        other, seed=program.seed, policy=program.policy, grads=program.grads, transform=program.transform, nested=program.nested,
+        labelled=program.labelled, scheduled=program.scheduled, odd=program.odd,
     )  # fmt: skip
 
 
-def passes(program: Program, step: int, rank: int) -> Iterator[tuple[int, bool]]:
-    """Of one rank's backward passes in a step: the seed of the gradients, and whether all parameters are used."""
+def passes(program: Program, step: int, rank: int) -> Iterator[tuple[int, bool] | None]:
+    """Of one rank's backward passes in a step: the seed of the gradients, and whether all parameters are used; None: it is left out."""
     for number in range(program.microbatches):
-        yield 1 + 7 * step + 3 * number + 2 * rank, (rank + number + step) % 2 == 0
+        leaves_out = program.idle and step == 1 and rank == 0 and number == program.microbatches - 1
+        yield None if leaves_out else (1 + 7 * step + 3 * number + 2 * rank, (rank + number + step) % 2 == 0)
 
 
-def freeze(program: Program, model: Cells, step: int) -> None:
-    """Freeze one parameter for the step that the program says."""
-    model.own.requires_grad_(step != program.frozen_step)
+def prepare(program: Program, model: Cells, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Freeze one parameter for the step that the program says, and set the learning rate."""
+    if step == program.frozen_step:
+        freeze(model, "own")
+    else:
+        unfreeze(model, "own")
+    for group in optimizer.param_groups if program.scheduled else ():
+        group["lr"] = RATE / 2**step
 
 
-Outcome = tuple[Weights, list[float]]
-"""The weights at the end, and the norms of the steps."""
+def label(_: str, parameter: Tensor) -> str:
+    """The label of a parameter."""
+    return "matrix" if parameter.ndim > 1 else "other"
+
+
+def labelled(program: Program, lr: eb.Hyperparameter) -> dict[str, eb.Transform[Any]]:
+    """The transforms by label."""
+    return {"matrix": TRANSFORMS[program.transform](lr), "other": eb.adamw(lr, weight_decay=0.1)}
+
+
+def partitioned(program: Program, lr: eb.Hyperparameter) -> eb.Transform[Any]:
+    """The program's optimizer as one transform."""
+    return eb.partition(labelled(program, lr), label) if program.labelled else TRANSFORMS[program.transform](lr)
+
+
+Reported = tuple[float, frozenset[str]]
+"""The norm of a step's gradients, and the names of parameters without one."""
+
+Outcome = tuple[Weights, list[Reported]]
+"""The weights at the end, and what the steps reported."""
 
 
 def on_ranks(programs: Sequence[Program], save: Path | None = None, load: Path | None = None) -> list[Outcome]:
@@ -210,22 +260,25 @@ def on_ranks(programs: Sequence[Program], save: Path | None = None, load: Path |
     for number, program in enumerate(programs):
         model = Cells(program)
         stepper = FlatStepper(
-            model, TRANSFORMS[program.transform], policy=program.policy_of(main=False), strategy=program.strategy,
+            model, labelled(program, RATE) if program.labelled else TRANSFORMS[program.transform](RATE),
+            labels=label if program.labelled else None, policy=program.policy_of(main=False), strategy=program.strategy,
             outer=program.outer, mesh=mesh_of(program.mesh) if program.ranks > 1 or len(program.mesh) > 1 else None,
             units=[Cell] if program.units else None, divisor=1.0,
         )  # fmt: skip
         if load is not None:
             load_sharded(stepper, load / str(number))
-        norms = []
+        reported = []
         for step in range(STEPS) if load is None else range(STEPS, STEPS + RESUMED):
-            freeze(program, model, step)
-            for place, (seed, uses_all) in enumerate(passes(program, step, dist.get_rank())):
+            prepare(program, model, stepper.as_optimizer(), step)
+            for place, one in enumerate(passes(program, step, dist.get_rank())):
                 with context_of(stepper, program.pattern, last=place == program.microbatches - 1):
-                    model(seed, uses_all).backward()
-            norms.append(float(stepper.step().grad_norm))
+                    if one is not None:
+                        model(*one).backward()
+            report = stepper.step()
+            reported.append((float(report.grad_norm), frozenset(report.untouched)))
         if save is not None:
             save_sharded(stepper, save / str(number))
-        found.append((weights_of(model), norms))
+        found.append((weights_of(model), reported))
         stepper.close()
     return found
 
@@ -241,7 +294,8 @@ def alone(program: Program, then: Program | None = None, load: Path | None = Non
     model = Cells(program)
     optimizer = TorchOptimizer(
         model.named_parameters(),
-        lambda: TRANSFORMS[program.transform],
+        lambda lr: partitioned(program, lr),
+        lr=RATE,
         policy=program.policy_of(main=True),
         compile=False,
     )
@@ -250,14 +304,17 @@ def alone(program: Program, then: Program | None = None, load: Path | None = Non
         load_sharded_into(model, optimizer, load)
     if then is not None:
         steps += [(then, step) for step in range(STEPS, STEPS + RESUMED)]
-    norms = []
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    reported = []
     for one, step in steps:
         optimizer.zero_grad()
-        freeze(one, model, step)
+        prepare(one, model, optimizer, step)
         for rank in range(one.ranks):
-            for seed, uses_all in passes(one, step, rank):
-                model(seed, uses_all).backward()
+            for drawn_pass in passes(one, step, rank):
+                if drawn_pass is not None:
+                    model(*drawn_pass).backward()
         squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-        norms.append(float(torch.stack(squares).sum().sqrt()))
+        without = frozenset(name for name, p in model.named_parameters() if name in trained and p.grad is None)
+        reported.append((float(torch.stack(squares).sum().sqrt()), without))
         optimizer.step()
-    return weights_of(model), norms
+    return weights_of(model), reported

@@ -199,6 +199,8 @@ class Ranged:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "__slots__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
+            return  # a base class of dataclasses, without fields
         known = vars(sys.modules.get(cls.__module__, math))
         for field, annotation in inspect.get_annotations(cls).items():
             # Names are looked up, and no annotation is evaluated: inside of a function it may have no meaning yet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from everybit.base import Hyperparameter, Ranged
 from everybit.protocol.context import ALONE, Context
@@ -66,8 +66,8 @@ class Elementwise(Ranged):
 
     __slots__ = ()
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
+    cut: Cut = "element"
+    reduces: bool = False
 
 
 class WholeTensors(Ranged):
@@ -78,8 +78,8 @@ class WholeTensors(Ranged):
 
     __slots__ = ()
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
+    cut: Cut = "tensor"
+    reduces: bool = False
 
 
 @dataclass(frozen=True, slots=True)

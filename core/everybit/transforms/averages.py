@@ -21,7 +21,6 @@ from everybit.base import (
     bias_correction,
     is_zero,
     materialize,
-    require_count,
     require_step,
     tree,
 )
@@ -179,10 +178,6 @@ class PowerAverageWeights(_Average):
     def share(self, count: Tensor, step: Tensor) -> Tensor:
         r""":math:`1 - (1 - 1/n)^{\gamma+1}`."""
         return 1 - (1 - 1 / count.double()) ** (at(self.gamma, step, name="gamma") + 1)
-
-
-def _require_start(start: object) -> None:
-    require_count("start", start, "a number of steps", 0)
 
 
 average_weights = AverageWeights

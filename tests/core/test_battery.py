@@ -102,7 +102,7 @@ FEW_BITS: dict[str, Callable[..., None]] = {
 }
 FACTORED = (
     "adafactor", "adafactor directions", "adafactor momentum", "adam mini", "apollo", "apollo mini", "came", "galore", "low rank factored",
-    "normuon", "novograd", "shampoo of sums", "torch adafactor",
+    "muon after", "normuon", "novograd", "shampoo of sums", "torch adafactor",
 )  # fmt: skip
 """Entries whose second moments have shapes of their own, which two codes in a byte would not have."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
 import pytest
@@ -12,7 +12,9 @@ import torch
 
 import everybit as eb
 from everybit import testing
+from everybit.base import AtMostZero, FixedAboveZero, Rate, RateConstant
 from everybit.base.scalars import Range, Whole
+from everybit.protocol import accepting
 from everybit.protocol.traversal import transforms_in
 from everybit.testing import REGISTRY
 
@@ -254,3 +256,19 @@ def test_every_declaration_is_found() -> None:
         of_fields = {one.name: str(hints[one.name]) for one in fields(kind)}
         declared = {name for name, hint in of_fields.items() if re.search(r"(Range|Whole)\(", hint)}
         assert declared <= {name for name, _, _ in kind.accepts}, kind
+
+
+def test_of_a_class_inside_of_a_function_the_same_fields_accept_tensors() -> None:
+    class Unknown:
+        """A name that nobody can look up, so that no annotation of the class below can be evaluated."""
+
+    @dataclass(frozen=True)
+    class Inside:
+        unknown: Unknown | None = None
+        low: AtMostZero = 0.0
+        fixed: FixedAboveZero = 1.0
+        rate: Rate | None = None
+        constant: RateConstant = 0.5
+        name: str = ""
+
+    assert accepting(Inside) == {"low", "fixed", "rate"}

@@ -34,6 +34,9 @@ OTHER: list[tuple[eb.OptimizerName, dict[str, Any]]] = [
     ("torch_adafactor", {"eps": (1e-30, 1e-3)}),
     ("rprop", {"etas": (0.4, 1.3)}),
     ("radam", {"threshold": 4.0}),
+    ("muon", {"iteration": eb.NewtonSchulz(((1.5, -0.5, 0.0), (2.0, -1.5, 0.5)), steps=7, batching="together")}),
+    ("soap", {"where": eb.Kronecker(max_dimension=5, vectors=True)}),
+    ("shampoo", {"graft": eb.Grafting("sgd", decay=0.5, start=2)}),
 ]
 
 
@@ -135,6 +138,19 @@ def test_flags_name_them_too(capsys: pytest.CaptureFixture[str]) -> None:
         config_from_flags(OptimizerConfig, ["--algorithm", "rprop", "--algorithm.weight-decay", "0.1"])
     assert caught.value.code == 2
     assert "algorithm.weight_decay: there is no such field; fields are lr, maximize, etas" in capsys.readouterr().err
+
+
+def test_options_are_tables_and_dotted_flags() -> None:
+    read = config_from_dict(OptimizerConfig, {"algorithm": {"name": "muon", "iteration": {"coefficients": "cubic"}}})
+    given = ["--algorithm", "muon", "--algorithm.iteration.coefficients", "cubic"]
+    assert read == config_from_flags(OptimizerConfig, given)
+    assert read.algorithm == algorithm("muon", iteration=eb.NewtonSchulz("cubic"))
+    for wrong, message in (
+        ({"steps": 0}, "steps: got 0; accepted is"),
+        ({"stops": 1}, "stops: there is no such field"),
+    ):
+        with pytest.raises(ValueError, match=rf"^algorithm\.iteration\.{message}"):
+            config_from_dict(OptimizerConfig, {"algorithm": {"name": "muon", "iteration": wrong}})
 
 
 def test_patterns_without_decay_need_an_optimizer_that_decays() -> None:

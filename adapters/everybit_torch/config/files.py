@@ -63,11 +63,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _pyyaml() -> Any:
+def _imported(name: str, needed: str) -> Any:
+    """Import a package that only some files need."""
     try:
-        return import_module("yaml")
+        return import_module(name)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("YAML needs PyYAML: pip install 'everybit[config]'.", name="yaml") from error
+        raise ModuleNotFoundError(f"{needed}: pip install 'everybit[config]'.", name=name) from error
+
+
+def _pyyaml() -> Any:
+    return _imported("yaml", "YAML needs PyYAML")
 
 
 def _yaml(text: str) -> Any:
@@ -99,12 +104,7 @@ def _as_yaml(data: dict[str, Any]) -> str:
 
 
 def _as_toml(data: dict[str, Any]) -> str:
-    try:
-        text: str = import_module("tomli_w").dumps(data)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "writing TOML needs tomli-w: pip install 'everybit[config]'.", name="tomli_w"
-        ) from error
+    text: str = _imported("tomli_w", "writing TOML needs tomli-w").dumps(data)
     return text
 
 

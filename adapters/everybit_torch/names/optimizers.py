@@ -23,9 +23,9 @@ def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
     base: Any = CLASSES.get(entry.name, TorchOptimizer)
     defaults = {name: value for name, value in torch_defaults(entry.function).items() if name not in _CODE}
     options = {name: defaults.pop(name) for name in list(defaults) if is_dataclass(defaults[name])}
-    parts = {f"{name}_{one.name}": (name, one.name) for name, own in options.items() for one in fields(own)}
-    parts = {flat: where for flat, where in parts.items() if where[1] not in _CODE}
-    known = {**defaults, **{flat: getattr(options[name], part) for flat, (name, part) in parts.items()}, **_SETTINGS}
+    parts = {name: [one.name for one in fields(own) if one.name not in _CODE] for name, own in options.items()}
+    of_options = {f"{name}_{part}": getattr(own, part) for name, own in options.items() for part in parts[name]}
+    known = {**defaults, **of_options, **_SETTINGS}
 
     def begin(self: Any, params: Params, names_from: nn.Module | None = None, **given: Any) -> None:
         if "weight_decay" not in known and given.get("weight_decay") == 0:
@@ -33,9 +33,10 @@ def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
         for name in given:
             if name not in known:
                 raise TypeError(f"{title}: {name}: there is no such argument; accepted are {', '.join(known)}.")
-        for flat in parts.keys() & given.keys():
-            name, part = parts[flat]
-            given[name] = replace(given.get(name, options[name]), **{part: given.pop(flat)})
+        for name, own in options.items():
+            changed = {part: given.pop(f"{name}_{part}") for part in parts[name] if f"{name}_{part}" in given}
+            if changed:
+                given[name] = replace(own, **changed)
         if base is TorchOptimizer:
             params, function = for_model(params, entry.function, names_from)
             base.__init__(self, params, function, **(defaults | given))

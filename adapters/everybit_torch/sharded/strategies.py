@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from everybit.base import require_word
 from everybit.stepping import Unsafe
 from everybit_torch.sharded.reports import NanCheck
 
@@ -95,8 +96,7 @@ def sharding(strategy: Strategy | int, outer: OuterStrategy = "no_shard") -> Sha
         strategy = STRATEGIES[strategy]
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: got {strategy!r}; accepted are {', '.join(map(repr, STRATEGIES))}, or 0 to 3.")
-    if outer not in get_args(OuterStrategy):
-        raise ValueError(f"outer: got {outer!r}; accepted are {', '.join(map(repr, get_args(OuterStrategy)))}.")
+    require_word("outer", outer, OuterStrategy)
     if outer == "optim" and strategy != "optim_grads_params":
         raise ValueError(
             f"outer: got 'optim' with strategy={strategy!r}; it cuts the shards of an inner dimension further, and is accepted with"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from everybit.base import require_word
 from everybit_torch.collectives import Communicator
 
 BufferValues = Literal["first", "mean"]
@@ -41,8 +42,7 @@ def synchronize_buffers(model: nn.Module, communicators: Sequence[Communicator],
     Raises:
         ValueError: ``values`` is neither of the two.
     """
-    if values not in get_args(BufferValues):
-        raise ValueError(f"values: got {values!r}; accepted are {', '.join(map(repr, get_args(BufferValues)))}.")
+    require_word("values", values, BufferValues)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if values == "mean" and buffer.is_floating_point():

@@ -6,6 +6,7 @@ compiled step reads it, and a scheduler may change it. A field that accepts numb
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
 
+from everybit.base import scalars
 from everybit.protocol.traversal import fields_of, holds_transforms, transforms_in
 
 T = TypeVar("T")
@@ -82,18 +84,8 @@ def _annotated_with_tensors(cls: Any) -> frozenset[str]:
         hints = get_type_hints(cls)
     except NameError:
         # Annotations inside of a function cannot be resolved; their names can be read.
-        words = (
-            "Hyperparameter",
-            "Scalar",
-            "Tensor",
-            "Finite",
-            "NonNegative",
-            "AboveZero",
-            "AtLeastOne",
-            "Rate",
-            "Share",
-        )
-        return frozenset(field.name for field in fields_of(cls) if any(word in str(field.type) for word in words))
+        known = {name for name, hint in vars(scalars).items() if _has_tensor(hint)}
+        return frozenset(field.name for field in fields_of(cls) if known & set(re.findall(r"\w+", str(field.type))))
     return frozenset(field.name for field in fields_of(cls) if _has_tensor(hints[field.name]))
 
 

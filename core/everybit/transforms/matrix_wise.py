@@ -130,6 +130,11 @@ class Stateless(MatrixWise):
 
     reads_weights = False
 
+    def init(self, params: P) -> Empty:
+        """Return the empty state of a transform without memory, after a look at all shapes."""
+        self.require_shapes(params)
+        return Empty()
+
 
 @dataclass(frozen=True, slots=True)
 class ScaleByShape(Stateless):
@@ -150,11 +155,6 @@ class ScaleByShape(Stateless):
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)
         require_scale(self.scale)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory, after a look at all shapes."""
-        self.require_shapes(params)
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates times their factors."""

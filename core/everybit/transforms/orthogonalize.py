@@ -73,11 +73,6 @@ class Equalize(Stateless):
     sides: Sides = "rows"
     eps: NonNegative = 1e-8
 
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory, after a look at all shapes."""
-        self.require_shapes(params)
-        return Empty()
-
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates with rows and columns of their new lengths."""
         eps = at(self.eps, ctx.step, name="eps")
@@ -137,11 +132,6 @@ class Orthogonalize(Stateless):
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)
         require_scale(self.scale)
-
-    def init(self, params: P) -> Empty:
-        """Return the empty state of a transform without memory, after a look at all shapes."""
-        self.require_shapes(params)
-        return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the orthogonal updates."""

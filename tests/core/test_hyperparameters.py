@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 import everybit as eb
 from everybit import testing
-from everybit.base import AtMostZero, FixedAboveZero, Rate, RateConstant
+from everybit.base import AtMostZero, FixedAboveZero, Options, Rate, RateConstant
 from everybit.base.scalars import Range, Whole
 from everybit.protocol import accepting
 from everybit.protocol.traversal import transforms_in
@@ -221,11 +221,13 @@ def test_the_derivative_of_a_step_by_the_learning_rate_is_the_direction() -> Non
     torch.testing.assert_close(derivative, -grads.sum())
 
 
+OPTIONS = (eb.NewtonSchulz(), eb.Grafting(), eb.Kronecker(), eb.Projection())
+DECLARING = [
+    *OPTIONS,
+    *(node for build in REGISTRY.values() for node in transforms_in(build(1e-3)) if hasattr(node, "accepts")),
+]
 DECLARED = {
-    f"{type(node).__name__}.{field}": (node, field, one)
-    for build in REGISTRY.values()
-    for node in (*transforms_in(build(1e-3)), eb.NewtonSchulz(), eb.Grafting(), eb.Kronecker(), eb.Projection())
-    for field, one, _ in getattr(node, "accepts", ())
+    f"{type(node).__name__}.{field}": (node, field, one) for node in DECLARING for field, one, _ in node.accepts
 }
 
 
@@ -245,17 +247,22 @@ def test_what_a_field_does_not_accept_is_refused_by_name(name: str) -> None:
             replace(node, **{field: value})
 
 
+def declares(hint: object) -> bool:
+    """Whether an annotation says what is accepted."""
+    kinds = [one for one in get_args(hint) if one is not NoneType] if get_origin(hint) in (Union, UnionType) else [hint]
+    metadata = getattr(kinds[0], "__metadata__", ())
+    is_options = isinstance(kinds[0], type) and issubclass(kinds[0], Options)
+    is_declared = is_options or get_origin(kinds[0]) is Literal or any(isinstance(x, (Range, Whole)) for x in metadata)
+    return len(kinds) == 1 and is_declared
+
+
 def test_every_declaration_is_found() -> None:
     """Those that ``typing`` finds, which evaluates all annotations."""
     assert len(DECLARED) > 180
-    kinds = {
-        type(node) for build in REGISTRY.values() for node in transforms_in(build(1e-3)) if hasattr(node, "accepts")
-    }
-    for kind in kinds:
+    for kind in {type(node) for node in DECLARING}:
         hints = get_type_hints(kind, include_extras=True)
-        of_fields = {one.name: str(hints[one.name]) for one in fields(kind)}
-        declared = {name for name, hint in of_fields.items() if re.search(r"(Range|Whole)\(", hint)}
-        assert declared <= {name for name, _, _ in kind.accepts}, kind
+        declared = {one.name for one in fields(kind) if declares(hints[one.name])}
+        assert declared == {name for name, _, _ in kind.accepts}, kind
 
 
 def test_of_a_class_inside_of_a_function_the_same_fields_accept_tensors() -> None:

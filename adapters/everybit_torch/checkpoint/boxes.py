@@ -34,6 +34,20 @@ def boxes(shape: Sequence[int], low: int, high: int) -> list[Box]:
     return list(_boxes(tuple(shape), low, high, 0)) if low < high else []
 
 
+def overlap(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return where two boxes of a tensor have the same elements, counted in each of them; None if they have none in common."""
+    here, there = [], []
+    for low, size, other_low, other_size in zip(offsets, sizes, other_offsets, other_sizes, strict=True):
+        start, stop = max(low, other_low), min(low + size, other_low + other_size)
+        if start >= stop:
+            return None
+        here.append(slice(start - low, stop - low))
+        there.append(slice(start - other_low, stop - other_low))
+    return tuple(here), tuple(there)
+
+
 def _boxes(shape: tuple[int, ...], low: int, high: int, start: int) -> Iterator[Box]:
     if not shape:
         yield Box((), (), start)

@@ -10,8 +10,8 @@ from pathlib import Path, PurePath
 
 from everybit_torch.checkpoint import dcp_metadata, inventory
 from everybit_torch.checkpoint.inventory import Inventory
+from everybit_torch.checkpoint.reading import overlaps
 from everybit_torch.checkpoint.single_file import replace_file
-from everybit_torch.checkpoint.storage import overlaps
 
 LATEST = "latest"
 """The file that names the checkpoint that is whole, with a checksum of the name."""

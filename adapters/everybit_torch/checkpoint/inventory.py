@@ -17,13 +17,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from everybit_torch.checkpoint.single_file import read_whole, replace_file
 
@@ -115,25 +108,6 @@ class Inventory:
         """
         names = {old: new for old, new in former.items() if old in self.tensors and new not in self.tensors}
         return replace(self, tensors={names.get(name, name): tensor for name, tensor in self.tensors.items()})
-
-    def metadata(self) -> Metadata:
-        """Return the metadata for DCP's planners; the places of bytes are not in it: see :meth:`piece`."""
-        return Metadata({
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=tensor.dtype),
-                torch.Size(tensor.shape),
-                [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in tensor.pieces],
-            )
-            for name, tensor in self.tensors.items()
-        })  # fmt: skip
-
-    def by_index(self) -> dict[MetadataIndex, tuple[str, Piece]]:
-        """Return each piece and the name of its tensor, by the index that DCP's planners use."""
-        return {
-            MetadataIndex(name, piece.offsets): (name, piece)
-            for name, tensor in self.tensors.items()
-            for piece in tensor.pieces
-        }
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------------------

@@ -69,10 +69,12 @@ class ShardTensor(torch.Tensor):
         """The elements that are here, 1-d."""
         return self._local
 
-    @property
-    def low(self) -> int:
-        """The first of them, counted through the whole."""
-        return self._low
+    def views(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The boxes of the whole that are here: the offsets of each, and its elements as a view."""
+        return [
+            (box.offsets, self._local[box.start : box.start + math.prod(box.sizes)].view(box.sizes))
+            for box in self._boxes
+        ]
 
     # -- torch.distributed.checkpoint's protocol -----------------------------------------------------------------------------------
 
@@ -98,8 +100,7 @@ class ShardTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The box at an offset, as a view."""
-        box = next(box for box in self._boxes if torch.Size(box.offsets) == index.offset)
-        return self._local[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+        return next(view for offsets, view in self.views() if torch.Size(offsets) == index.offset)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everybit.stepping.entries import WEIGHTS, Entry
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.checkpoint.agreement import Everyone
+from everybit_torch.checkpoint.agreement import gathered
 from everybit_torch.collectives import Communicator
 from everybit_torch.dtensors import is_primary_copy, local, mesh_of
 from everybit_torch.optim import TorchOptimizer, parameters_of
@@ -80,9 +80,10 @@ def nonfinite_state(optimizer: TorchOptimizer | FlatStepper) -> tuple[NonFiniteS
     counts = torch.stack([count.to(device) for _, _, count in found]).tolist() if found else []
     own = [(name, entry, count) for (name, entry, _), count in zip(found, counts, strict=True) if count]
     total: dict[tuple[str, str], int] = {}
-    for of_rank in Everyone(*communicators).gather(own) if communicators else [own]:
-        for name, entry, count in of_rank:
-            total[name, entry] = total.get((name, entry), 0) + count
+    for communicator in reversed(communicators):
+        own = [one for of_rank in gathered(own, communicator) for one in of_rank]
+    for name, entry, count in own:
+        total[name, entry] = total.get((name, entry), 0) + count
     return tuple(
         NonFiniteState(name, entry, count)
         for one in dict.fromkeys(name for name, _ in total)

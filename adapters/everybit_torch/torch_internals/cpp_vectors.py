@@ -69,9 +69,15 @@ def _arrange() -> list[Callable[[], None]]:
     def to_dtype(
         x: Any, dtype: torch.dtype, src_dtype: torch.dtype | None = None, use_compute_types: bool = True
     ) -> Any:
-        if not x.is_vec or {dtype, x.dtype} != {torch.int16, torch.int32}:
+        if x.is_vec and {dtype, x.dtype} == {torch.int16, torch.int32}:
+            code = _converted(x, dtype, V.kernel)
+        elif x.is_vec and (x.dtype, dtype) == (torch.bool, torch.int32) and V.kernel._get_num_vectors(dtype) == 1:
+            # A mask has all bits set where it is true. torch's code selects from zeros and ones, which a negation does not undo.
+            vector = V.kernel._get_vec_type(dtype)
+            code = f"{vector}(0) - static_cast<{vector}>({x}.template cast<int32_t, 1>())"
+        else:
             return convert(x, dtype, src_dtype, use_compute_types)
-        made = V.kernel.cse.generate(V.kernel.compute, _converted(x, dtype, V.kernel))
+        made = V.kernel.cse.generate(V.kernel.compute, code)
         made.update_on_args("to_dtype", (x, dtype), {"src_dtype": x.dtype})
         return made
 

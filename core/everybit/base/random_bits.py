@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -102,16 +102,18 @@ class Key:
         if isinstance(self.first, Blocks):
             return self._draw_blocks(like, self.first, word, inner)
         if isinstance(self.first, Scattered):
-            start = materialize(_mix(word ^ self.first.high))
-            return _mix(self.first.low + start, materialize(inner)).reshape(like.shape)
+            scattered = materialize(_mix(word ^ self.first.high))
+            return _mix(self.first.low + scattered, _settled(inner)).reshape(like.shape)
         count, low, high, carry = _index(like, _known(self.first, self.step))
         # Indices and the key's first word are added before the elements are looked at: one operation on each element, not two.
-        start = materialize(_mix(word ^ high) + low)
+        start = _settled(_add(_mix(word ^ high), low))
         if carry is not None:
-            start = torch.where(carry, materialize(_mix(word ^ (high + 1)) + low), start)
-        return _mix(count + start, materialize(inner)).reshape(like.shape)
+            carried = _settled(_add(_mix(word ^ _add(high, 1)), low))
+            one, other = (count.new_tensor(x) if isinstance(x, int) else x for x in (carried, start))
+            start = torch.where(carry, one, other)
+        return _mix(count + start, _settled(inner)).reshape(like.shape)
 
-    def _draw_blocks(self, like: Tensor, blocks: Blocks, word: Tensor, inner: Tensor) -> Tensor:
+    def _draw_blocks(self, like: Tensor, blocks: Blocks, word: Word, inner: Word) -> Tensor:
         """The same words as of the parameters of a buffer with gaps each by itself; those in gaps are other elements', and not used."""
         low, high = blocks.first.to(torch.int32), (blocks.first >> 32).to(torch.int32)
         place = blocks.places(like)
@@ -119,17 +121,21 @@ class Key:
         left = ((1 << 32) - (blocks.first & _WORD)).clamp(max=blocks.size).to(torch.int32)
         carried = blocks.spread(materialize(_mix(word ^ (high + 1)) + low))
         start = torch.where(place >= blocks.spread(materialize(left)), carried, start)
-        return _mix(place + start, materialize(inner)).reshape(like.shape)
+        return _mix(place + start, _settled(inner)).reshape(like.shape)
 
-    def _words(self, stream: int) -> tuple[Tensor, Tensor]:
+    def _words(self, stream: int) -> tuple[Word, Word]:
         """Two words that depend on every bit of seed, stream and step, each in its own way: computed once for the whole tensor.
 
         The first is added to the indices, the second in the middle of the mix. Two keys that agree in a word by chance, or
         differ by a small number in their first words, therefore do not draw one sequence, shifted.
         """
-        one, two = _seed_words(self.seed, stream, self.step)
-        low, high = self.step.to(torch.int32), (self.step >> 32).to(torch.int32)
-        return _mix(_mix(low ^ one) ^ high), _mix(_mix(low + two) ^ high)
+        # The stream is mixed first, or seed 7 of stream 11 would be seed 11 of stream 7.
+        one: Word = _mix(stream)
+        two: Word = _mix(stream ^ _SECOND)
+        for number in (_known(self.seed, self.step), _on_host(self.step)):
+            low, high = _low(number), _low(number >> 32)
+            one, two = _mix(_mix(low ^ one) ^ high), _mix(_mix(_add(low, two)) ^ high)
+        return one, two
 
 
 def require_seed(value: object, *, field: str = "seed") -> None:
@@ -151,18 +157,33 @@ def require_seed(value: object, *, field: str = "seed") -> None:
         raise ValueError(f"{field}: got {value}; accepted is a whole number in [-2**63, 2**63).")
 
 
-def _seed_words(seed: int | Tensor, stream: int, like: Tensor) -> tuple[Tensor, Tensor] | tuple[int, int]:
-    """Two words of seed and stream, as int32. Of a number they are computed on the host; the tensor code gives the same words."""
-    # The stream is mixed first, or seed 7 of stream 11 would be seed 11 of stream 7.
-    name, other_name = _mix_number(stream), _mix_number(stream ^ _SECOND)
-    seed = _known(seed, like)
-    if isinstance(seed, int):
-        low, high = seed & _WORD, (seed >> 32) & _WORD
-        one = _mix_number(_mix_number(low ^ name) ^ high)
-        return _signed(one), _signed(_mix_number(_mix_number(low + other_name) ^ high))
-    low_bits, high_bits = seed.to(torch.int32), (seed >> 32).to(torch.int32)
-    first = _mix(_mix(low_bits ^ _signed(name)) ^ high_bits)
-    return first, _mix(_mix(low_bits + _signed(other_name)) ^ high_bits)
+Word = Tensor | int
+"""32 bits as an int32 tensor, or as a Python number of the same value: arithmetic on the host takes a hundredth of the time."""
+
+
+def _on_host(number: Tensor) -> Tensor | int:
+    """A number's value if the host has it at once, and no transform of torch's hides it."""
+    if torch.compiler.is_compiling() or not number.is_cpu:
+        return number
+    try:
+        value = number.item()
+    except RuntimeError:  # under vmap, or while it is traced
+        return number
+    return value if type(value) is int else number
+
+
+def _low(number: Word) -> Word:
+    """The lower 32 bits of a number of 64."""
+    return _signed(number) if isinstance(number, int) else number.to(torch.int32)
+
+
+def _add(one: Word, other: Word) -> Word:
+    found = one + other
+    return _signed(found) if isinstance(found, int) else found
+
+
+def _settled(x: Word) -> Word:
+    return materialize(x) if isinstance(x, Tensor) else x
 
 
 def _known(value: int | Tensor, like: Tensor) -> int | Tensor:
@@ -175,7 +196,7 @@ def _known(value: int | Tensor, like: Tensor) -> int | Tensor:
     return value if has_static_value(value) else materialize(like.new_full((), value))
 
 
-def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor | int, Tensor, Tensor | None]:
+def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Word, Word, Tensor | None]:
     """The elements' global indices in 32-bit arithmetic, which vectorises.
 
     Returns:
@@ -188,9 +209,13 @@ def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor | int, Ten
         return index.to(torch.int32), 0, (index >> 32).to(torch.int32), None
     count = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
     if isinstance(first, int):
-        high = torch.full((), _signed(first >> 32), dtype=torch.int32, device=like.device)
         until_carry = (1 << 32) - (first & _WORD)
-        return count, _signed(first), high, None if until_carry >= like.numel() else count >= until_carry
+        return (
+            count,
+            _signed(first),
+            _signed(first >> 32),
+            None if until_carry >= like.numel() else count >= until_carry,
+        )
     left = ((1 << 32) - (first & _WORD)).clamp(max=(1 << 31) - 1)
     return count, first.to(torch.int32), (first >> 32).to(torch.int32), count >= materialize(left.to(torch.int32))
 
@@ -229,13 +254,23 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-def _mix(x: Tensor, inner: Tensor | int = 0) -> Tensor:
+@overload
+def _mix(x: Tensor, inner: Word = 0) -> Tensor: ...
+
+
+@overload
+def _mix(x: Word) -> Word: ...
+
+
+def _mix(x: Word, inner: Word = 0) -> Word:
     """A bijection of 32-bit words in which every input bit flips every output bit with a probability of 1/2, to within about 2e-5.
 
     C. Wellons's ``triple32`` (https://github.com/skeeto/hash-prospector, public domain), with a word added after its first round. Products
     wrap; right shifts are made logical by masking off the copies of the sign. Two rounds (``lowbias32``) are not enough for indices that
     differ in a few high bits alone: rounding noise of elements 2**26 apart was correlated by 7 standard deviations over 2**20 pairs.
     """
+    if isinstance(x, int):
+        return _signed(_mix_number(x))
     if x.is_meta and not x.ndim:
         return x  # a number without a value; plans, which ask for many, spend most of their time here else
     # Each line makes a tensor and writes to no argument.

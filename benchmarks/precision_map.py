@@ -68,6 +68,7 @@ def cases() -> Iterator[Case]:
         for tuned in (False, True):
             yield from (Case(model, 400, rate, tuned) for rate in RATES)
     yield from (Case("small", 400, rate) for rate in (1e-4, 3e-4, 1e-3, 3e-5, 3e-3))
+    yield from (Case("small", 400, rate, tuned=True) for rate in (1e-4, 3e-4, 1e-3, 3e-5, 3e-3))
     yield from (Case("mini", 1600, rate) for rate in (1e-4, 3e-4, 1e-3, 3e-5, 3e-3))
     yield from (Case("tiny", 1600, rate) for rate in RATES)
 

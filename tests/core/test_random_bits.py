@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from everybit import Key
 from everybit.base import Lane, Scattered, stream, uniform
@@ -203,6 +205,18 @@ def test_vmap_draws_what_a_loop_draws() -> None:
     # What is not told apart by its key is treated alike.
     alike = torch.func.vmap(BASE.bits)(torch.empty(3, 7))
     assert_same_bits(alike, BASE.bits(torch.empty(7)).expand(3, 7))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_traced_function_draws_the_bits_of_the_step_that_it_is_given(mode: Literal["real", "fake", "symbolic"]) -> None:
+    """The host computes with a step's value, and a trace must not keep it."""
+
+    def drawn(step: Tensor) -> Tensor:
+        return replace(BASE, step=step).bits(torch.empty(40))
+
+    traced = make_fx(drawn, tracing_mode=mode)(torch.tensor(3))
+    for step in (3, 4, 2**33):
+        assert_same_bits(traced(torch.tensor(step)), drawn(torch.tensor(step)))
 
 
 @pytest.mark.exhaustive  # tests/core/test_users_compile.py holds it for a step

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,62 +16,68 @@ import everybit as eb
 from everybit_torch import AdamW
 from tests.support.ports import free_port
 
+CASES = {
+    "FP32": ("FP32", False, False), "FP32, gradients in buckets": ("FP32", True, False), "FP32, compiled": ("FP32", False, True),
+    "KAHAN_BF16": ("KAHAN_BF16", False, False), "LEAN_BF16": ("LEAN_BF16", True, False), "FLOOR_BF16": ("FLOOR_BF16", False, False),
+    "SGD": ("SGD", False, False),
+}  # fmt: skip
+"""The policy of AdamW, whether gradients lie in DDP's buckets, whether steps are compiled; or ``SGD``."""
+
 # One rank: its half of every batch. Everything is done under the same seed, so that the processes differ by their data alone.
 RANK = textwrap.dedent(
     """
-    import os, sys, torch, everybit as eb
+    import json, sys, torch, everybit as eb
     import torch.distributed as dist
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from everybit_torch import SGD, AdamW
-    name, bucket_view, flat, compile, out = sys.argv[1], *(bool(int(x)) for x in sys.argv[2:5]), sys.argv[5]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    dtype = torch.float32 if name in ("FP32", "SGD") else torch.bfloat16
-    network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
-    model = DistributedDataParallel(network, gradient_as_bucket_view=bucket_view)
-    if name == "SGD":
-        optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    else:
-        optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name], compile=compile)
-    generator = torch.Generator().manual_seed(3)
-    for step in range(5):
-        x = torch.randn(8, 6, generator=generator)[4 * rank : 4 * rank + 4].to(dtype)
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
-    torch.save({"weights": [p.detach().clone() for p in network.parameters()],
-                "state": [x for p in network.parameters() for x in optimizer.state[p].values()]}, f"{out}/{rank}.pt")
+    rank, found = dist.get_rank(), {}
+    for case, (name, bucket_view, compile) in json.loads(sys.argv[1]).items():
+        torch.manual_seed(0)
+        dtype = torch.float32 if name in ("FP32", "SGD") else torch.bfloat16
+        network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+        model = DistributedDataParallel(network, gradient_as_bucket_view=bucket_view)
+        if name == "SGD":
+            optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        else:
+            optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name], compile=compile)
+        generator = torch.Generator().manual_seed(3)
+        for step in range(5):
+            x = torch.randn(8, 6, generator=generator)[4 * rank : 4 * rank + 4].to(dtype)
+            optimizer.zero_grad()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+        found[case] = {"weights": [p.detach().clone() for p in network.parameters()],
+                       "state": [x for p in network.parameters() for x in optimizer.state[p].values()]}
+    torch.save(found, f"{sys.argv[2]}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
     """
 )
 
+Ranks = list[dict[str, dict[str, list[torch.Tensor]]]]
 
-def run(tmp_path: Path, *arguments: object) -> list[dict[str, list[torch.Tensor]]]:
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Weights and state of both ranks, by case."""
+    out = tmp_path_factory.mktemp("ddp")
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-W", "ignore", "-c", RANK, *map(str, arguments), str(tmp_path)]
-    ranks = [
+    command = [sys.executable, "-W", "ignore", "-c", RANK, json.dumps(CASES), str(out)]
+    started = [
         subprocess.Popen(command, env=environment | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True) for r in (0, 1)
     ]
-    ends = [rank.communicate(timeout=240) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(error[-1500:] for _, error in ends)
-    return [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1)]
+    ends = [rank.communicate(timeout=240) for rank in started]
+    assert all(rank.returncode == 0 for rank in started), "\n".join(error[-1500:] for _, error in ends)
+    return [torch.load(out / f"{r}.pt", weights_only=True) for r in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "bucket_view", "flat", "compile"),
-    [
-        ("FP32", 0, 0, 0), ("FP32", 1, 0, 0), ("FP32", 0, 1, 0), ("FP32", 1, 1, 0), ("FP32", 0, 0, 1),
-        ("KAHAN_BF16", 0, 0, 0), ("LEAN_BF16", 1, 0, 0), ("FLOOR_BF16", 0, 1, 0),
-    ],
-)  # fmt: skip
-def test_ranks_agree_bit_for_bit_and_with_one_process(
-    tmp_path: Path, name: str, bucket_view: int, flat: int, compile: int
-) -> None:
-    first, second = run(tmp_path, name, bucket_view, flat, compile)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "SGD"])
+def test_ranks_agree_bit_for_bit_and_with_one_process(ranks: Ranks, case: str) -> None:
+    first, second = (rank[case] for rank in ranks)
+    name = CASES[case][0]
     for key in ("weights", "state"):
         assert all(torch.equal(a, b) for a, b in zip(first[key], second[key], strict=True))
     torch.manual_seed(0)
@@ -96,9 +102,9 @@ def test_ranks_agree_bit_for_bit_and_with_one_process(
     assert all(torch.equal(a, b) for a, b in zip(first["weights"], model.parameters(), strict=True))
 
 
-def test_it_is_the_whole_batch_in_one_process_up_to_rounding(tmp_path: Path) -> None:
+def test_it_is_the_whole_batch_in_one_process_up_to_rounding(ranks: Ranks) -> None:
     """SGD, whose step is linear in the gradient: a gradient that is off by a rounding moves a weight by lr times that."""
-    first, _ = run(tmp_path, "SGD", 0, 0, 0)
+    first = ranks[0]["SGD"]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)

@@ -38,7 +38,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["FP32", "LEAN_BF16"])
 def test_a_compiled_model(name: str) -> None:
     """The compiled model reads its weights from the optimizer's buffer; the same compiled code, the same bits."""
     results = []

@@ -208,7 +208,9 @@ def test_vmap_draws_what_a_loop_draws() -> None:
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_a_traced_function_draws_the_bits_of_the_step_that_it_is_given(mode: Literal["real", "fake", "symbolic"]) -> None:
+def test_a_traced_function_draws_the_bits_of_the_step_that_it_is_given(
+    mode: Literal["real", "fake", "symbolic"],
+) -> None:
     """The host computes with a step's value, and a trace must not keep it."""
 
     def drawn(step: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import Blocks, Scattered, dtype_name
-from everybit.policies import Resolved, resolve, short
+from everybit.policies import resolve, short
 from everybit.stepping import Metrics, nbytes
 from everybit_torch.collectives import Grads
 from everybit_torch.compiled import is_number
-from everybit_torch.flat import Buffer, Place
+from everybit_torch.flat import Buffer
 from everybit_torch.planning.allocations import AllocationCounter
 from everybit_torch.planning.report import Plan, Run, distribution, in_order, kept_by
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction, sent_by_sum
@@ -32,51 +31,18 @@ SMALL = 16
 """Rows or columns of a matrix that is not made smaller for a measurement."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Part:
-    """A buffer as one rank has it.
+    """A buffer as the planned rank has it: its share, with positions in it, and whether other ranks have other elements."""
 
-    Attributes:
-        buffer: The places of its parameters.
-        share: The length of this rank's share.
-        places: This rank's part of each parameter, with positions in the share.
-        label: The label, with transform and policy.
-        resolved: The formats.
-        grads: How gradients are kept and sent.
-        device: On which the run will be.
-        is_shared: Whether other ranks have other elements of the parameters.
-    """
-
-    buffer: Buffer
-    share: int
-    places: list[Place]
-    label: LabelledTransform
-    resolved: Resolved
-    grads: Grads
-    device: torch.device
-    is_shared: bool
-
-    @classmethod
-    def of(cls, buffer: Buffer, labelled: Labelled, run: Run) -> _Part:
-        """That of the planned rank."""
-        kind, ranks = run.kind, run.ranks
-        where, spec = buffer.share(ranks.inner_rank if kind.state else 0), buffer.places[0].spec
-        label = labelled.meaning[spec.label]
-        resolved = resolve(label.policy, dtype_name(spec.dtype, field=spec.name))
-        grads = Grads.of(resolved, ranks.inner, ranks.outer)
-        places = [place.within(where) for place in buffer.places]
-        is_shared = kind.state and ranks.inner > 1
-        return cls(buffer, where.stop - where.start, places, label, resolved, grads, run.device, is_shared)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return self.buffer.places[0].spec.dtype
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether tensors are stepped whole."""
-        return self.buffer.places[0].spec.is_whole
+    def __init__(self, buffer: Buffer, labelled: Labelled, run: Run) -> None:
+        where, spec = buffer.share(run.ranks.inner_rank if run.kind.state else 0), buffer.places[0].spec
+        self.buffer, self.device = buffer, run.device
+        self.share, self.places = where.stop - where.start, [place.within(where) for place in buffer.places]
+        self.label: LabelledTransform = labelled.meaning[spec.label]
+        self.resolved = resolve(self.label.policy, dtype_name(spec.dtype, field=spec.name))
+        self.grads = Grads.of(self.resolved, run.ranks.inner, run.ranks.outer)
+        self.is_shared = run.kind.state and run.ranks.inner > 1
+        self.dtype, self.is_whole = spec.dtype, spec.is_whole
 
     def optimizer(self) -> eb.Optimizer[Any]:
         """The optimizer of its elements."""
@@ -120,7 +86,7 @@ def plan_buffers(parameters: Mapping[str, Tensor], buffers: Sequence[Buffer], la
         run: The run that is planned.
     """
     kind, ranks = run.kind, run.ranks
-    parts = [_Part.of(buffer, labelled, run) for buffer in buffers]
+    parts = [_Part(buffer, labelled, run) for buffer in buffers]
     persistent: Counter[str] = Counter()
     weights: Counter[str] = Counter()
     for name, p in parameters.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -47,10 +46,6 @@ class Run:
     device: torch.device
 
 
-SHOWN = 4
-"""Ranges of ranks without whole tensors that are named."""
-
-
 @dataclass(frozen=True, slots=True)
 class WholeTensors:
     """How whole tensors are distributed over the ranks that step different parameters, numbered as in the mesh.
@@ -81,15 +76,10 @@ class WholeTensors:
         return max(self.work) * len(self.work) / sum(self.work)
 
     def __str__(self) -> str:
-        # Of consecutive ranks each is as far beyond its place in the list.
-        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(self.without), lambda one: one[1] - one[0])]
-        named = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:SHOWN]]
-        listed = f" ({', '.join([*named, *['...'] * (len(runs) > SHOWN)])})" if runs else ""
-        ranks = len(self.elements)
+        ranks, fullest = len(self.elements), max(self.elements) * len(self.elements) / sum(self.elements)
         return (
-            f"{self.tensors:,} whole tensors on {ranks:,} ranks, {len(self.without):,} of which have none{listed};"
-            f" of the mean, the busiest rank has {self.imbalance:.2f} times the work and the fullest"
-            f" {max(self.elements) * ranks / sum(self.elements):.2f} times the elements"
+            f"{self.tensors:,} whole tensors on {ranks:,} ranks, {len(self.without):,} of which have none; of the mean, the busiest"
+            f" rank has {self.imbalance:.2f} times the work and the fullest {fullest:.2f} times the elements"
         )
 
 
@@ -160,40 +150,30 @@ class Plan:
 
     def __str__(self) -> str:
         outer = f" x {self.ranks.outer} outer ({self.sharding.outer})" if self.ranks.outer > 1 else ""
-        title = (
+        lines = [
             f"{self.sharding.strategy}, {self.ranks.inner} rank{'s' * (self.ranks.inner > 1)}{outer}: {self.parameters:,} parameters,"
             f" {self.bytes_per_param:.3f} bytes each on this rank"
-        )
-        lines = []
+        ]
+        for number, (name, count) in enumerate(self.weights.items()):
+            lines.append(f"  {'' if number else 'weights':<11}{name:<36}{count:>12,} elements")
+        most, how = max(self.transient.values()), "about" if self.sharding.params else "at most"
+        a_step = f"a step of {self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
         for kind, note, total, parts in (
             ("persistent", "", self.persistent_bytes, self.persistent),
-            ("transient", "about" if self.sharding.params else "at most", max(self.transient.values()), self.transient),
-            (
-                "wire",
-                f"a step of {self.microbatches} microbatch{'es' * (self.microbatches > 1)}",
-                self.wire_bytes,
-                self.wire,
-            ),
+            ("transient", how, most, self.transient),
+            ("wire", a_step, self.wire_bytes, self.wire),
         ):
             rows = [(kind, note, total), *(("", name, size) for name, size in parts.items())]
             lines += [f"  {kind:<11}{name:<24}{size:>20,} bytes" for kind, name, size in rows]
-        formats = [
-            f"  {'' if number else 'weights':<11}{name:<36}{count:>12,} elements"
-            for number, (name, count) in enumerate(self.weights.items())
-        ]
-        even = [] if self.whole_tensors is None else [f"  {self.whole_tensors}"]
-        return "\n".join([title, *formats, *lines, *even])
-
-
-_FIRST = ("parameters", "main parameters", "compensation", "gradients")
-_LAST = ("counters", "bookkeeping")
+        return "\n".join([*lines, *([] if self.whole_tensors is None else [f"  {self.whole_tensors}"])])
 
 
 def in_order(persistent: Mapping[str, int]) -> dict[str, int]:
     """Return bytes by use: first the model's, then the optimizer's, then those beside them."""
-    slots = [name for name in persistent if name not in (*_FIRST, *_LAST)]
-    first = [name for name in _FIRST if persistent.get(name)]
-    return {name: persistent.get(name, 0) for name in (*first, *slots, *_LAST)}
+    first, last = ("parameters", "main parameters", "compensation", "gradients"), ("counters", "bookkeeping")
+    slots = [name for name in persistent if name not in (*first, *last)]
+    named = [*(name for name in first if persistent.get(name)), *slots, *last]
+    return {name: persistent.get(name, 0) for name in named}
 
 
 def kept_by(state: OptimizerState[Any], formats: Resolved) -> Counter[str]:

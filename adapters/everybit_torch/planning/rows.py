@@ -57,52 +57,35 @@ def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], label
         formats[short(resolved.params)] += p.numel()
         grads[unit] = Grads.of(resolved, ranks.inner, ranks.outer)
         gradients[unit] += padded
-        optimizer = eb.Optimizer(one.transform, one.policy)
-        state = _state(optimizer, shape, p.dtype, kind, ranks)
-        persistent.update(kept_by(state, resolved))
-        largest = max(largest, _share(shape, kind, ranks)[0] * row)
+        whole = torch.empty(shape, dtype=p.dtype, device="meta")
+        persistent.update(kept_by(_state(eb.Optimizer(one.transform, one.policy), whole, kind, ranks), resolved))
+        largest = max(largest, _rows(shape[0], kind, ranks) * row)
     for unit, numel in gradients.items():
         persistent["gradients"] += ranks.outer * -(-numel // ranks.outer) * grads[unit].main.itemsize
     if run.metrics:
         persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
-    own = weights[""]
-    gathered = own + 2 * max((size for unit, size in weights.items() if unit), default=0)
+    gathered = (own := weights[""]) + 2 * max((size for unit, size in weights.items() if unit), default=0)
     # The gradients that autograd has made and FSDP2's copy, in the model's dtype; the sent tensor; and the received tensor.
-    sent = max(
-        (
-            2 * (weights[unit] + numel * ranks.inner * grads[unit].inner.dtype.itemsize)
-            for unit, numel in gradients.items()
-        ),
-        default=0,
-    )
-    transient = {"forward": gathered, "backward": gathered + sent, "step": own + STEPPED * 4 * min(largest, PIECE)}
-    total = sum(p.numel() for p in parameters.values())
-    wire = _wire(weights, gradients, grads, run)
+    sent = [2 * (weights[u] + n * ranks.inner * grads[u].inner.dtype.itemsize) for u, n in gradients.items()]
+    step = own + STEPPED * 4 * min(largest, PIECE)
+    transient = {"forward": gathered, "backward": gathered + max(sent, default=0), "step": step}
+    total, wire = sum(p.numel() for p in parameters.values()), _wire(weights, gradients, grads, run)
     return Plan(kind, ranks, total, padding, in_order(persistent), transient, wire, run.microbatches, dict(formats))
 
 
-def _share(shape: tuple[int, ...], kind: Sharding, ranks: Ranks) -> tuple[int, int]:
-    """How many rows of a tensor of this shape a rank steps, and how many of these all outer ranks step."""
-    low, high = row_edges(shape[0], ranks.inner)[ranks.inner_rank : ranks.inner_rank + 2]
-    if kind.outer != "optim":
-        return high - low, high - low
-    first, stop = row_edges(high - low, ranks.outer)[ranks.outer_rank : ranks.outer_rank + 2]
-    return stop - first, high - low
+def _rows(count: int, kind: Sharding, ranks: Ranks) -> int:
+    """How many of so many rows the planned rank steps."""
+    low, high = row_edges(count, ranks.inner)[ranks.inner_rank : ranks.inner_rank + 2]
+    if kind.outer == "optim":
+        low, high = row_edges(high - low, ranks.outer)[ranks.outer_rank : ranks.outer_rank + 2]
+    return high - low
 
 
-def _state(
-    optimizer: eb.Optimizer[Any], shape: tuple[int, ...], dtype: torch.dtype, kind: Sharding, ranks: Ranks
-) -> OptimizerState[Any]:
-    """A rank's state of a parameter, without memory: of its rows, or this rank's rows of the state at an owner."""
-    rows = _share(shape, kind, ranks)[0]
+def _state(optimizer: eb.Optimizer[Any], whole: Tensor, kind: Sharding, ranks: Ranks) -> OptimizerState[Any]:
+    """The rank's state of a parameter, without memory: of its rows, or its rows of the state at an owner."""
     if not optimizer.needs_whole:
-        return optimizer.init([torch.empty(rows * math.prod(shape[1:]), dtype=dtype, device="meta")])
-
-    def own(x: Tensor) -> Tensor:
-        return x if x.ndim == 0 else x[: _share(tuple(x.shape), kind, ranks)[0]]
-
-    state = optimizer.init([torch.empty(shape, dtype=dtype, device="meta")])
-    return eb.tree.map(own, state)
+        return optimizer.init([whole[: _rows(len(whole), kind, ranks)].flatten()])
+    return eb.tree.map(lambda x: x[: _rows(len(x), kind, ranks)] if x.ndim else x, optimizer.init([whole]))
 
 
 def _wire(

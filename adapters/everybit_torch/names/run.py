@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 PROGRAMS = ("lightning", "timm", "trainer")
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: list[str]) -> None:
     """Import names, and run a program as Python's command line does, with the arguments that follow it.
 
     Raises:
         SystemExit: Arguments that name no program or no script.
     """
-    names, is_module = arguments[0].split(",") if arguments else [], list(arguments[1:2]) == ["-m"]
-    program = list(arguments[2 if is_module else 1 :])
+    names, is_module = arguments[0].split(",") if arguments else [], arguments[1:2] == ["-m"]
+    program = arguments[2 if is_module else 1 :]
     if not program or not set(names) <= set(PROGRAMS):
         got = " ".join(arguments) or "nothing"
         raise SystemExit(f"run: got {got}; accepted is {', '.join(PROGRAMS)}, then script.py or -m module.")

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import everybit as eb
 from everybit.protocol import ALONE
@@ -628,6 +630,29 @@ def test_a_parameter_without_elements_goes_through(tmp_path: Path) -> None:
     optimizer = AdamW((other := model()).parameters(), lr=1e-2)
     load_sharded_into(other, optimizer, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+def by_columns(path: Path) -> list[Tensor]:
+    """As tensor parallelism cuts a weight: parts that are no rows."""
+    model = nn.Linear(4, 6, bias=False)
+    weight = distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(1)])
+    model.weight = nn.Parameter(weight)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    load_sharded_into(model, optimizer, path)
+    state: Any = optimizer.state[model.weight]
+    return [weight.full_tensor(), *(state[name].full_tensor() for name in ("momentum", "variance"))]
+
+
+def test_parts_that_are_no_rows_are_read(tmp_path: Path) -> None:
+    stepper = FlatStepper(model := nn.Linear(4, 6, bias=False), eb.adamw(1e-2))
+    model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+    stepper.step()
+    save_sharded(stepper, tmp_path)
+    expected = sharded_state_dict(stepper)
+    names = ("model.weight", "optimizer.state.weight.momentum", "optimizer.state.weight.variance")
+    parts: list[Any] = [expected[name] for name in names]
+    for found in run(2, by_columns, tmp_path):
+        assert all(torch.equal(part.local.view(6, 4), whole) for part, whole in zip(parts, found, strict=True))
 
 
 def test_full_precision_weights_go_back_into_an_optimizer_that_clips() -> None:

@@ -1,11 +1,11 @@
 """The parts of a model and its optimizer that a rank saves and loads, by their names in a checkpoint.
 
-A part is a tensor that is whole here, or a :class:`~everybit_torch.checkpoint.shard_tensor.ShardTensor`: a run of the elements of a whole.
+A part is a tensor that is whole here, or a :class:`~everybit_torch.checkpoint.shard_tensor.ShardTensor`: a run of the elements of a whole,
+or a box.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,6 @@ from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.flat import BufferStepper, Place
 from everybit_torch.fsdp2 import FSDP2Stepper
 from everybit_torch.optim import TorchOptimizer, load_all
-from everybit_torch.torch_internals.dtensors import offset_of_local_part
 
 Flat = dict[str, Tensor]
 
@@ -113,7 +112,7 @@ def parts_of_model(model: nn.Module, optimizer: TorchOptimizer) -> Parts:
 
 
 def _of_rows(tensors: Flat, optimizer: Any, names: Mapping[int, str], labels: Mapping[str, str]) -> Parts:
-    """Parts of a model whose parameters lie here whole, or by rows as FSDP2 cuts them."""
+    """Parts of a model whose parameters lie here whole, or are DTensors."""
     optimizer.place()
     held: list[Held] = []
     for parameter, entries, values in optimizer.own.kept():
@@ -125,17 +124,12 @@ def _of_rows(tensors: Flat, optimizer: Any, names: Mapping[int, str], labels: Ma
         for entry in entries if parameter.numel() else ():
             value = values.get(entry.name)
             if value is not None and (entry.cut != "tensor" or value.numel()):
-                held.append(Held(parameter, prefix, entry, local(value).shape, _run(value)))
-    return Parts(optimizer, labels, {f"model.{name}": _run(x) for name, x in tensors.items()}, held)
+                held.append(Held(parameter, prefix, entry, local(value).shape, _part(value)))
+    return Parts(optimizer, labels, {f"model.{name}": _part(x) for name, x in tensors.items()}, held)
 
 
-def _run(x: Tensor) -> Tensor:
-    """A DTensor's rows as a run of its elements; other tensors as they are."""
-    if not is_dtensor(x):
-        return x
-    rows = local(x).detach()
-    low = offset_of_local_part(x)[0] * math.prod(x.shape[1:]) if rows.numel() else 0
-    return ShardTensor(rows.reshape(-1), x.shape, low)
+def _part(x: Tensor) -> Tensor:
+    return ShardTensor.of(x) if is_dtensor(x) else x
 
 
 def _of_buffers(stepper: BufferStepper) -> Parts:

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from everybit_torch.checkpoint.boxes import Box, boxes
+from everybit_torch.dtensors import local
+from everybit_torch.torch_internals.dtensors import offset_of_local_part
 from everybit_torch.torch_internals.tensors import wrapper
 
 # A program that saves or loads has imported these. They take longer than torch.distributed, and a stepper need not wait for them.
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.tensor import DTensor
 
 
 class ShardTensor(torch.Tensor):
-    """Elements ``low`` to ``high`` of a tensor, which has the shape and dtype of the whole.
+    """Elements ``low`` to ``high`` of a tensor, or a box of it; it has the shape and dtype of the whole.
 
     ``torch.distributed.checkpoint`` saves and loads it, in any other cut too. No communication is needed: the cut follows from the
     layout. It cannot be computed with.
@@ -30,19 +33,38 @@ class ShardTensor(torch.Tensor):
     _boxes: list[Box]
 
     @staticmethod
-    def __new__(cls: type[ShardTensor], local: Tensor, shape: Sequence[int], low: int) -> ShardTensor:
-        """Wrap ``local``, 1-d, the elements from ``low`` on of a tensor of this ``shape``.
+    def __new__(
+        cls: type[ShardTensor], local: Tensor, shape: Sequence[int], low: int, found: list[Box] | None = None
+    ) -> ShardTensor:
+        """Wrap ``local``, 1-d, the elements from ``low`` on of a tensor of this ``shape``; or those of the boxes ``found``.
 
         Loading writes into ``local``.
         """
         whole: ShardTensor = wrapper(cls, shape, dtype=local.dtype, device=local.device)
         whole._local, whole._low = local, low
-        whole._boxes = boxes(shape, low, low + local.numel())
+        whole._boxes = boxes(shape, low, low + local.numel()) if found is None else found
         return whole
+
+    @classmethod
+    def of(cls, x: DTensor) -> ShardTensor:
+        """Wrap this rank's part of a DTensor, which is one box.
+
+        Raises:
+            ValueError: The part does not lie in a row, so that loading could not write into it.
+        """
+        part, offsets = local(x).detach(), offset_of_local_part(x)
+        if not part.is_contiguous():
+            raise ValueError(
+                f"a part of shape {tuple(part.shape)} of a DTensor has strides {part.stride()}; accepted are contiguous parts."
+            )
+        if not part.numel():
+            return cls(part.reshape(-1), x.shape, 0)
+        low = sum(offset * math.prod(x.shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+        return cls(part.reshape(-1), x.shape, low, [Box(offsets, tuple(part.shape), 0)])
 
     def holding(self, local: Tensor) -> ShardTensor:
         """The same elements of the tensor, with these values."""
-        return ShardTensor(local, self.shape, self._low)
+        return ShardTensor(local, self.shape, self._low, self._boxes)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         high = self._low + self._local.numel()

@@ -196,8 +196,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
 def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | os.PathLike[str]) -> None:
     """Continue from a stepper's checkpoint with a plain or FSDP2 model and its optimizer. Every rank has to call it.
 
-    As in :func:`load_sharded`, everything is read and compared with its checksums before anything is changed, on any rank. The copies
-    lie where the model and the state do.
+    As in :func:`load_sharded`, everything is read and compared with its checksums before anything is changed, on any rank.
 
     Args:
         model: The model, with its parameters in place.

@@ -275,8 +275,8 @@ def _mix(x: Word, inner: Word = 0) -> Word:
         return x  # a number without a value; plans, which ask for many, spend most of their time here else
     # Each line makes a tensor and writes to no argument.
     x = (x >> 17).bitwise_and_(0x7FFF).bitwise_xor_(x).mul_(_FIRST_FACTOR)
-    x = (x >> 11).bitwise_and_(0x1FFFFF).bitwise_xor_(x) + inner
-    x = x * _SECOND_FACTOR
+    x = (x >> 11).bitwise_and_(0x1FFFFF).bitwise_xor_(x)
+    x = (x + inner if isinstance(inner, Tensor) else x.add_(inner)).mul_(_SECOND_FACTOR)
     x = (x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x).mul_(_THIRD_FACTOR)
     return (x >> 14).bitwise_and_(0x3FFFF).bitwise_xor_(x)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,11 @@ from torch.utils._pytree import tree_leaves
 READING = {
     "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
 }  # fmt: skip
+
+
+def counts_on_a_device() -> AbstractContextManager[Any]:
+    """A context in which counts of steps are taken for tensors on a device: of those on the host a step reads the value."""
+    return mock.patch("everybit.base.random_bits._on_host", lambda number: number)
 
 
 class ReadBackError(AssertionError):
@@ -80,7 +85,7 @@ class Readbacks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._now = set()
         # They read the host's memory without an operation that a mode would see.
-        with patched("tolist"), patched("numpy"), patched("__array__"), self:
+        with patched("tolist"), patched("numpy"), patched("__array__"), counts_on_a_device(), self:
             yield
         self._before |= self._now
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,21 @@ def test_it_survives_dicts_files_and_pickles_and_builds_what_its_name_says(
         key: theirs[key] for key in theirs if key in ours and key != "params"
     }
     assert config_from_dict(OptimizerConfig, {"algorithm": name}).algorithm == algorithm(name)
+
+
+def test_a_view_in_a_file_is_that_of_all_matrices() -> None:
+    """A file has the table ``where`` alone; in Python ``matrices`` says it, too."""
+    view = eb.heads(2)
+    names: tuple[eb.OptimizerName, ...] = ("soap", "shampoo", "kron")
+    for name in names:
+        table = {"name": name, "where": {"view": {"kind": "heads", "sizes": [2]}}}
+        read = config_from_dict(OptimizerConfig, {"algorithm": table})
+        assert read.algorithm == algorithm(name, where=eb.Kronecker(view=view))
+        factory: Any = getattr(eb, name)
+        where = replace(signature(factory).parameters["where"].default, view=view)
+        assert factory(where=where) == factory(matrices=eb.Matrices(view=view))
+        with pytest.raises(ValueError, match=r"where.view: got .* accepted is one of them"):
+            factory(where=where, matrices=eb.Matrices(view=view))
 
 
 def test_none_is_written_where_it_is_not_the_default() -> None:

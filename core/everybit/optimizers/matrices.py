@@ -134,14 +134,17 @@ def routed(
     return partition({**transforms, **rest}, chosen, optional=("matrix", *rest) if given else tuple(rest))
 
 
-def seen_as(where: Kronecker, view: MatrixView | None) -> Kronecker:
-    """Return the dimensions with a matrix, of parameters that are seen so.
+def viewed(matrices: Matrices, where: Kronecker) -> Matrices:
+    """Return the matrices as ``where`` sees them, if it says how: a file has its table alone.
 
     Raises:
-        TypeError: They are another value.
-        ValueError: They have a view already.
+        TypeError: One of them is another value.
+        ValueError: Both have a view.
     """
+    Instance(Matrices).check("matrices", matrices)
     Instance(Kronecker).check("where", where)
-    if where.view is not None:
-        raise ValueError(f"where.view: got {where.view}; accepted is None, since matrices=Matrices(view=...) has it.")
-    return replace(where, view=view)
+    if where.view is None:
+        return matrices
+    if matrices.view is not None:
+        raise ValueError(f"where.view: got {where.view}, with matrices.view={matrices.view}; accepted is one of them.")
+    return replace(matrices, view=where.view)

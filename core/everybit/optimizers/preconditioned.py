@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from everybit.base import Hyperparameter, Scalar
 from everybit.combinators import Chain, Partition, chain, low_rank
 from everybit.linalg import Basis, Kronecker, MatrixView, ProjectedSide, Projection
 from everybit.optimizers.adam import adamw
-from everybit.optimizers.matrices import MATRICES, Matrices, Others, routed, seen_as
+from everybit.optimizers.matrices import MATRICES, Matrices, Others, routed, viewed
 from everybit.transforms import (
     Correction,
     Damping,
@@ -64,7 +66,7 @@ def soap(
         normalize: Scale each direction to a root mean square of 1.
         correction: ``"kl"``: that of KL-Shampoo.
         where: Which dimensions have a matrix; by default those of up to 10,000 rows, so that the output layer of a
-            large vocabulary has one on one side.
+            large vocabulary has one on one side. With its ``view``, of parameters seen so.
         others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: SOAP steps them.
         matrices: Which parameters are matrices, and how each is seen.
 
@@ -74,14 +76,14 @@ def soap(
 
     def of(seen: MatrixView | None) -> Chain:
         direction = scale_by_soap(
-            b1, b2, factor_decay, eps, period, debias, normalize, correction, where=seen_as(where, seen)
+            b1, b2, factor_decay, eps, period, debias, normalize, correction, where=replace(where, view=seen)
         )
         rate = scale_by_learning_rate(learning_rate)
         if decay_moved:
             return chain(direction, rate, subtract_decay_of_moved(weight_decay, learning_rate, after=1))
         return chain(direction, add_decayed_weights(weight_decay), rate)
 
-    return routed(of, learning_rate, matrices, others)
+    return routed(of, learning_rate, viewed(matrices, where), others)
 
 
 def shampoo(
@@ -121,7 +123,7 @@ def shampoo(
         momentum: Decay rate of a momentum of the steps, in [0, 1), summed as SGD's; or ``everybit.trace(0.9, nesterov=True)``. None: no
             momentum.
         weight_decay: Non-negative; decoupled, as AdamW's.
-        where: Which dimensions have a matrix; by default those of up to 8,192 rows.
+        where: Which dimensions have a matrix; by default those of up to 8,192 rows. With its ``view``, of parameters seen so.
         others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: Shampoo steps them.
         matrices: Which parameters are matrices, and how each is seen.
 
@@ -130,11 +132,11 @@ def shampoo(
     """
 
     def of(seen: MatrixView | None) -> Chain:
-        direction = scale_by_shampoo(b1, b2, eps, damping, exponent, period, graft, debias, seen_as(where, seen))
+        direction = scale_by_shampoo(b1, b2, eps, damping, exponent, period, graft, debias, replace(where, view=seen))
         after = [] if momentum is None else [momentum if isinstance(momentum, Trace) else trace(momentum)]
         return chain(direction, *after, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
-    return routed(of, learning_rate, matrices, others)
+    return routed(of, learning_rate, viewed(matrices, where), others)
 
 
 def kron(
@@ -166,7 +168,8 @@ def kron(
         normalize: Divide each gradient by its norm first.
         max_rms: The root mean square to which a direction is limited; None: it is not.
         weight_decay: Non-negative; decoupled, as AdamW's.
-        where: Which dimensions have a matrix; by default those of up to 2,048 rows; others have a diagonal.
+        where: Which dimensions have a matrix; by default those of up to 2,048 rows; others have a diagonal. With its ``view``, of parameters
+            seen so.
         others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: Kron steps them.
         matrices: Which parameters are matrices, and how each is seen.
 
@@ -176,11 +179,11 @@ def kron(
 
     def of(seen: MatrixView | None) -> Chain:
         direction = scale_by_kron(
-            b1, preconditioner_rate, period, start, of_momentum, normalize, max_rms, seen_as(where, seen)
+            b1, preconditioner_rate, period, start, of_momentum, normalize, max_rms, replace(where, view=seen)
         )
         return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
-    return routed(of, learning_rate, matrices, others)
+    return routed(of, learning_rate, viewed(matrices, where), others)
 
 
 def dion(

@@ -168,8 +168,8 @@ def kron(
         normalize: Divide each gradient by its norm first.
         max_rms: The root mean square to which a direction is limited; None: it is not.
         weight_decay: Non-negative; decoupled, as AdamW's.
-        where: Which dimensions have a matrix; by default those of up to 2,048 rows; others have a diagonal. With its ``view``, of parameters
-            seen so.
+        where: Which dimensions have a matrix; by default those of up to 2,048 rows; others have a diagonal. With its ``view``, of
+            parameters seen so.
         others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: Kron steps them.
         matrices: Which parameters are matrices, and how each is seen.
 

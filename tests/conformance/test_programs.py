@@ -72,7 +72,7 @@ def test_the_launcher_names_what_it_accepts(given: tuple[str, ...]) -> None:
     with pytest.raises(
         SystemExit, match=r"run: got .*; accepted is lightning, timm, trainer, then script\.py or -m module"
     ):
-        run(given)
+        run(list(given))
 
 
 def test_the_launcher_runs_a_script_as_python_does(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -52,12 +52,12 @@ def from_first(function: Callable[[], T], ranks: Communicator) -> T:
             value = function()
         except Exception as raised:
             error = raised
-    value, told = gathered((value, None if error is None else _told(error)), ranks)[0]
+    found, told = gathered((value, None if error is None else _told(error)), ranks)[0]
     if error is not None:
         raise error
     if told is not None:
         raise _again(told, f"on the first rank: {told[0]}: {told[1]}")
-    return value
+    return cast(T, found)
 
 
 def on_all(function: Callable[[], T], ranks: Communicator) -> T:
@@ -74,7 +74,7 @@ def on_all(function: Callable[[], T], ranks: Communicator) -> T:
     for rank, told in enumerate(found):
         if told is not None:
             raise _again(told, f"on rank {rank}: {told[1]}")
-    return value  # type: ignore[return-value]
+    return cast(T, value)
 
 
 def same_kind(error: BaseException, message: str) -> Exception:

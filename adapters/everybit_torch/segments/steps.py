@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import FirstElement
 from everybit.policies import AnyPolicy
-from everybit.stepping import Metrics, OptimizerState
+from everybit.stepping import Metrics
 from everybit.stepping.entries import map_parts
 from everybit_torch.compiled import LIMIT, Factory, Inputs, Variants, can_compile, fits, is_number, may_compile
 from everybit_torch.host_counts import Due
@@ -67,8 +66,8 @@ class Steps:
 
     def _begin(self) -> None:
         given = self._number, self._factory, self._seed
-        self._steps: Variants[Metrics | None] = Variants(*given, _step, self._compile)
-        self._finds: Variants[Partial | None] = Variants(*given, _contribution, self._compile)
+        self._steps: Variants[Metrics | None] = Variants(*given, step_in_place, self._compile)
+        self._finds: Variants[Partial | None] = Variants(*given, contribution, self._compile)
         self._in_graphs: list[Tensor] = []  # numbers that captured steps read, and that stay what they are
 
     def __getstate__(self) -> dict[str, Any]:
@@ -207,34 +206,3 @@ class Steps:
 def _vector(x: Tensor) -> Tensor:
     # No view of a tensor of this shape: the compiler would make code for the shape.
     return x.view(-1).data
-
-
-def _step(
-    optimizer: eb.Optimizer[Any],
-    tensors: list[Tensor],
-    grads: list[Tensor],
-    state: OptimizerState[Any],
-    first: FirstElement,
-    *,
-    totals: Sequence[Tensor],
-    holds_wholes: bool,
-    due: Due,
-    metrics: bool,
-) -> Metrics | None:
-    return step_in_place(
-        optimizer, tensors, grads, state, first, totals=totals, holds_wholes=holds_wholes, due=due, metrics=metrics
-    )
-
-
-def _contribution(
-    optimizer: eb.Optimizer[Any],
-    tensors: list[Tensor],
-    grads: list[Tensor],
-    state: OptimizerState[Any],
-    first: FirstElement,
-    *,
-    totals: Sequence[Tensor],
-    holds_wholes: bool,
-    due: Due,
-) -> Partial | None:
-    return contribution(optimizer, tensors, grads, state, first, totals=totals, holds_wholes=holds_wholes, due=due)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit import testing
-from everybit.protocol import ALONE
-from everybit.protocol.hyperparameters import numbers_only
+from everybit.protocol import ALONE, accepting, fields_of, transforms_in
 from everybit.testing import CHECKS, REGISTRY
 from everybit.testing.checks.conditions import Build, Stored
 from everybit.testing.examples import assert_same_bits, example_grads, example_params, few_params
@@ -619,6 +618,16 @@ def test_the_battery_catches(check: str, liar: type[Liar], message: str) -> None
 
     with pytest.raises(AssertionError, match=message):
         CHECKS[check](build)
+
+
+def numbers_only(transform: object) -> list[str]:
+    """The fields that hold a float and accept no tensor, written ``Class.field``: for another value a compiler makes other code."""
+    return [
+        f"{type(node).__name__}.{field.name}"
+        for node in transforms_in(transform)
+        for field in fields_of(node)
+        if type(getattr(node, field.name)) is float and field.name not in accepting(type(node))
+    ]
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -234,17 +234,6 @@ def _map_slots(function: Callable[[str, Any], Any], node: Any) -> Any:
     return node
 
 
-def map_nodes(function: Callable[[Any], Any], kind: type[Any], node: T) -> T:
-    """Rebuild a tree, passing each node of a class through ``function``, and keeping everything else."""
-    mapped: T = optree.tree_map(  # type: ignore[assignment]
-        lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf,
-        node,  # type: ignore[arg-type]
-        is_leaf=lambda one: isinstance(one, kind),
-        namespace=NAMESPACE,
-    )
-    return mapped
-
-
 def places(state: object) -> dict[str, Any]:
     """Return all fields of a state, slots and others, by the places where they are: ``inner.states[0].momentum``.
 

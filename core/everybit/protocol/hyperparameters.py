@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from torch import Tensor
 
 from everybit.base import scalars
-from everybit.protocol.traversal import fields_of, holds_transforms, transforms_in
+from everybit.protocol.traversal import fields_of, holds_transforms
 
 T = TypeVar("T")
 
@@ -38,16 +38,6 @@ def hyperparameters(transform: object) -> list[tuple[str, float | Tensor]]:
 
     map_hyperparameters(note, transform)
     return found
-
-
-def numbers_only(transform: object) -> list[str]:
-    """The fields that hold a float and accept no tensor, written ``Class.field``: for another value a compiler makes other code."""
-    return [
-        f"{type(node).__name__}.{field.name}"
-        for node in transforms_in(transform)
-        for field in fields_of(node)
-        if type(getattr(node, field.name)) is float and field.name not in accepting(type(node))
-    ]
 
 
 def _map(function: Callable[[str, Any], Any], node: Any) -> Any:

@@ -345,6 +345,29 @@ def test_checkpoints_without_checksums_load_and_it_is_said(tmp_path: Path) -> No
         plain.load(tmp_path)
 
 
+def test_remainders_of_32_bits_are_read_if_16_bits_have_them(tmp_path: Path) -> None:
+    """As checkpoints hold them that went through gloo or NCCL, which have no int16."""
+    one = Run("stepper", "optim")
+    one.train()
+    assert one.stepper is not None
+    state = {}
+    for name, x in sharded_state_dict(one.stepper).items():
+        whole: Tensor = x.local.view(x.shape) if isinstance(x, ShardTensor) else x
+        if not name.startswith("groups."):
+            state[name] = whole.to(torch.int32) if whole.dtype is torch.int16 else whole
+    other = Run("stepper", "optim", seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there are no checksums, and one process
+        dcp_save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
+        other.load(tmp_path / "whole")
+        assert same(one.bits(), other.bits())
+        state["optimizer.state.entry.weight.param.remainder"][0, 0] = 1 << 15
+        dcp_save(state, checkpoint_id=tmp_path / "beyond", no_dist=True)
+        with pytest.raises(ValueError, match=r"entry.weight.param.remainder: holds numbers beyond torch.int16"):
+            other.load(tmp_path / "beyond")
+    assert same(one.bits(), other.bits())
+
+
 class Opens:
     """What a pickle may do."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.stepping import entries
+from everybit.stepping.entries import entries
 from everybit_torch import TorchOptimizer
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 from tests.support.transforms import ScaleByFactoredRms, factored

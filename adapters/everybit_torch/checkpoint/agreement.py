@@ -45,13 +45,7 @@ def gathered(value: Any, ranks: Communicator) -> list[Any]:
 
 def from_first(function: Callable[[], T], ranks: Communicator) -> T:
     """Call ``function`` on the first rank, and return its result on all ranks; an exception is raised on all of them."""
-    value: T | None = None
-    error: Exception | None = None
-    if ranks.rank == 0:
-        try:
-            value = function()
-        except Exception as raised:
-            error = raised
+    value, error = _outcome(function) if ranks.rank == 0 else (None, None)
     found, told = gathered((value, None if error is None else _told(error)), ranks)[0]
     if error is not None:
         raise error
@@ -62,12 +56,7 @@ def from_first(function: Callable[[], T], ranks: Communicator) -> T:
 
 def on_all(function: Callable[[], T], ranks: Communicator) -> T:
     """Call ``function`` on all ranks, and return this rank's result; an exception on one rank is raised on all of them."""
-    value: T | None = None
-    error: Exception | None = None
-    try:
-        value = function()
-    except Exception as raised:
-        error = raised
+    value, error = _outcome(function)
     found = gathered(None if error is None else _told(error), ranks)
     if error is not None:
         raise error
@@ -75,6 +64,14 @@ def on_all(function: Callable[[], T], ranks: Communicator) -> T:
         if told is not None:
             raise _again(told, f"on rank {rank}: {told[1]}")
     return cast(T, value)
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """A function's result, or its exception."""
+    try:
+        return function(), None
+    except Exception as raised:
+        return None, raised
 
 
 def same_kind(error: BaseException, message: str) -> Exception:

@@ -81,11 +81,6 @@ def tensors(optimizer: Labelled, labels: Mapping[str, str]) -> dict[str, Tensor]
     return found
 
 
-def is_one(name: str) -> bool:
-    """Whether a tensor of a checkpoint has hyperparameters or labels, by its name."""
-    return name.startswith((HYPERPARAMETERS, OPTIONS, GROUPS))
-
-
 def _values(value: object) -> Values:
     """A hyperparameter's values; empty if it is neither a number nor a tuple of numbers."""
     several: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]

@@ -55,9 +55,10 @@ def read_into(inventory: Inventory, into: Mapping[str, Tensor]) -> None:
     for (piece, name), several in groupby(wanted, key=lambda one: one[:2]):
         values = read_piece(inventory, name, piece, room)
         for _, _, part, there in several:
-            if not fits_in(values[there], part.dtype):
+            given = values[there]
+            if not fits_in(given, part.dtype):
                 raise ValueError(f"{name}: holds numbers beyond {part.dtype}; nothing is cast.")
-            part.copy_(values[there])
+            part.copy_(given)
 
 
 class _Bytes(io.RawIOBase):

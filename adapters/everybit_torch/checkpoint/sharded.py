@@ -64,12 +64,8 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
     Raises:
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
     """
-    copied: Callable[[Tensor], Tensor] = torch.clone if clone else (lambda x: x)
     parts = parts_of(stepper.engine)
-    found = {
-        key: value.holding(copied(value.local)) if isinstance(value, ShardTensor) else copied(value)
-        for key, value in parts.tensors().items()
-    }
+    found = {key: value.clone() if clone else value for key, value in parts.tensors().items()}
     return found | saved_hyperparameters.tensors(stepper.as_optimizer(), parts.labels)
 
 
@@ -171,8 +167,8 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     stepper.engine.completeness.require_open("load_sharded")
     _warn_of_pending(stepper)
     optimizer, ranks = stepper.as_optimizer(), _ranks(stepper, "loading")
-    found, parts, aside = _read(path, lambda: parts_of(stepper.engine), ranks, _tables if hyperparameters else None)
-    tables = {name: x for name, x in aside.items() if saved_hyperparameters.is_one(name)}
+    found, parts, aside = _read(path, lambda: parts_of(stepper.engine), ranks, hyperparameters=hyperparameters)
+    tables = {name: x for name, x in aside.items() if not name.startswith(COMPARED)}
 
     def judge() -> list[dict[str, Any]]:
         try:
@@ -209,23 +205,16 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
         ValueError: It is damaged, or does not fit; the message names the file, or the difference. In all cases the model is unchanged.
     """
     ranks = Communicator(dist.group.WORLD if dist.is_initialized() else None)
-    found, parts, aside = _read(path, lambda: parts_of_model(model, optimizer), ranks)
+    found, parts, aside = _read(path, lambda: parts_of_model(model, optimizer), ranks, hyperparameters=False)
     # All ranks have everything. From here on the only refusal is of a transform that steps slices of the model apart.
     on_all(lambda: optimizer.own.number_elements(model.parameters()), ranks)
     parts.take_over(aside)
     _warn_if_unverified(found, ranks)
 
 
-def _tables(found: Inventory, parts: Parts) -> Flat:
-    return saved_hyperparameters.empty(found, parts.labels)
-
-
 @torch.no_grad()
 def _read(
-    path: str | os.PathLike[str],
-    own_parts: Callable[[], Parts],
-    ranks: Communicator,
-    more: Callable[[Inventory, Parts], Flat] | None = None,
+    path: str | os.PathLike[str], own_parts: Callable[[], Parts], ranks: Communicator, *, hyperparameters: bool
 ) -> tuple[Inventory, Parts, Flat]:
     """Read a checkpoint into memory of its own, on the host, and verify all of it, on all ranks or on none.
 
@@ -233,7 +222,7 @@ def _read(
         path: The directory.
         own_parts: This rank's parts, which are not changed.
         ranks: All ranks that load.
-        more: Further tensors to read; see :mod:`~everybit_torch.checkpoint.hyperparameters`.
+        hyperparameters: Read the tensors of :mod:`~everybit_torch.checkpoint.hyperparameters`, too.
     """
     place = Path(from_first(lambda: str(latest_checkpoint(path)), ranks))
     found = on_all(lambda: read_inventory_of(place, is_judged=ranks.rank == 0), ranks)
@@ -242,7 +231,8 @@ def _read(
     require_same(own, found, ranks)
 
     def read() -> Flat:
-        aside = {key: _room_for(value) for key, value in own.items()} | ({} if more is None else more(found, parts))
+        aside = {key: _room_for(value) for key, value in own.items()}
+        aside |= saved_hyperparameters.empty(found, parts.labels) if hyperparameters else {}
         try:
             read_into(found, aside)
         except (OSError, ValueError) as error:

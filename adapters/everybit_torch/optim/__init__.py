@@ -18,7 +18,6 @@ from everybit_torch.optim.state_dicts.full_weights import FLOATS
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
 from everybit_torch.optim.state_dicts.state_schema import as_count, require_tensor
 from everybit_torch.optim.states import UNUSED
-from everybit_torch.optim.visiting import entries_of
 
 __all__ = [
     "FLOATS",
@@ -37,7 +36,6 @@ __all__ = [
     "as_count",
     "decoded_all",
     "enable_gradient_release",
-    "entries_of",
     "load_all",
     "named_by",
     "names",

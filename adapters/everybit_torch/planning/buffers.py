@@ -178,13 +178,10 @@ def _measured(one: _Part, shape: tuple[int, ...], *, in_a_row: bool) -> int:
         block = one.label.policy.block
         half = tensor.numel() // (2 * block) * block
         first = indices([half, tensor.numel() - half], [half, 0], block, tensor.device)
-    segment, grad = (
-        Segment.new(optimizer, tensor, first, one.is_shared and optimizer.per_tensor and not one.is_whole),
-        torch.zeros(smaller, dtype=one.grads.main),
-    )
+    is_part = one.is_shared and optimizer.per_tensor and not one.is_whole
+    segment, grad = Segment.new(optimizer, tensor, first, is_part), torch.zeros(smaller, dtype=one.grads.main)
     with torch.no_grad(), AllocationCounter() as counter:
         due = segment.due()
         (totals,) = find_totals([Work(segment, grad, due)])
         segment.step(grad, totals, due=due)
-    peak: int = counter.peak
-    return peak * math.prod(shape) // math.prod(smaller)
+    return int(counter.peak) * math.prod(shape) // math.prod(smaller)

@@ -48,7 +48,8 @@ def plan_stepper(engine: BufferStepper | FSDP2Stepper, microbatches: int) -> Pla
     """
     options, labelled = engine.judged.options, Labelled(engine.labels, engine.labelled)
     ranks = Ranks(engine.inner.size, engine.outer.size, engine.inner.rank, engine.outer.rank)
-    metrics, device = engine.as_optimizer().metrics_enabled, next(iter(engine.parameters.values())).device
+    device = next(iter(engine.parameters.values())).device
+    metrics = engine.as_optimizer().metrics_enabled
     run = Run(options.sharding, ranks, microbatches, metrics, options.compile, device)
     if isinstance(engine, BufferStepper):
         return plan_buffers(engine.parameters, engine.judged.buffers, labelled, run)
@@ -101,7 +102,7 @@ def plan(
     several = sizes_of(chosen.mesh) if ranks is None else ranks
     outer_size, inner_size = several if isinstance(several, tuple) else (1, several)
     for name, value in (("ranks", inner_size), ("ranks", outer_size), ("microbatches", microbatches)):
-        if type(value) is not int or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: got {value!r}; accepted is 1 or more.")
     outer_rank, inner_rank = rank if isinstance(rank, tuple) else divmod(rank, inner_size)
     if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):

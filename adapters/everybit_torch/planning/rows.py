@@ -64,12 +64,14 @@ def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], label
         persistent["gradients"] += ranks.outer * -(-numel // ranks.outer) * grads[unit].main.itemsize
     if run.metrics:
         persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
-    gathered = (own := weights[""]) + 2 * max((size for unit, size in weights.items() if unit), default=0)
+    own = weights[""]
+    gathered = own + 2 * max((size for unit, size in weights.items() if unit), default=0)
     # The gradients that autograd has made and FSDP2's copy, in the model's dtype; the sent tensor; and the received tensor.
     sent = [2 * (weights[u] + n * ranks.inner * grads[u].inner.dtype.itemsize) for u, n in gradients.items()]
     step = own + STEPPED * 4 * min(largest, PIECE)
     transient = {"forward": gathered, "backward": gathered + max(sent, default=0), "step": step}
-    total, wire = sum(p.numel() for p in parameters.values()), _wire(weights, gradients, grads, run)
+    total = sum(p.numel() for p in parameters.values())
+    wire = _wire(weights, gradients, grads, run)
     return Plan(kind, ranks, total, padding, in_order(persistent), transient, wire, run.microbatches, dict(formats))
 
 

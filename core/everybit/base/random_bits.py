@@ -210,12 +210,8 @@ def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Word, Word, Tenso
     count = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
     if isinstance(first, int):
         until_carry = (1 << 32) - (first & _WORD)
-        return (
-            count,
-            _signed(first),
-            _signed(first >> 32),
-            None if until_carry >= like.numel() else count >= until_carry,
-        )
+        carry = None if until_carry >= like.numel() else count >= until_carry
+        return count, _signed(first), _signed(first >> 32), carry
     left = ((1 << 32) - (first & _WORD)).clamp(max=(1 << 31) - 1)
     return count, first.to(torch.int32), (first >> 32).to(torch.int32), count >= materialize(left.to(torch.int32))
 

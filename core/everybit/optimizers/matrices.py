@@ -141,10 +141,10 @@ def viewed(matrices: Matrices, where: Kronecker) -> Matrices:
         TypeError: One of them is another value.
         ValueError: Both have a view.
     """
-    Instance(Matrices).check("matrices", matrices)
     Instance(Kronecker).check("where", where)
     if where.view is None:
         return matrices
+    Instance(Matrices).check("matrices", matrices)
     if matrices.view is not None:
         raise ValueError(f"where.view: got {where.view}, with matrices.view={matrices.view}; accepted is one of them.")
     return replace(matrices, view=where.view)

@@ -1,6 +1,5 @@
 """The optimizer: a transform under a policy, its state by name, its metrics, and updates without a policy."""
 
-from everybit.stepping.entries import entries
 from everybit.stepping.metrics import Metrics, with_metrics
 from everybit.stepping.optimizer import Optimizer, OptimizerState, StepTrace, Unsafe, nbytes, state_bytes, with_policy
 from everybit.stepping.outer import outer_gradient
@@ -8,6 +7,6 @@ from everybit.stepping.sharpness import sam_point
 from everybit.stepping.update import apply_updates
 
 __all__ = [
-    "Metrics", "Optimizer", "OptimizerState", "StepTrace", "Unsafe", "apply_updates", "entries", "nbytes", "outer_gradient",
+    "Metrics", "Optimizer", "OptimizerState", "StepTrace", "Unsafe", "apply_updates", "nbytes", "outer_gradient",
     "sam_point", "state_bytes", "with_metrics", "with_policy",
 ]  # fmt: skip

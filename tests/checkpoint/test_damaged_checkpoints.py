@@ -345,16 +345,18 @@ def test_checkpoints_without_checksums_load_and_it_is_said(tmp_path: Path) -> No
         plain.load(tmp_path)
 
 
+def wholes(one: Run) -> dict[str, Tensor]:
+    """Copies of everything that the only rank of a stepper saves, as plain tensors."""
+    assert one.stepper is not None
+    state: dict[str, Any] = sharded_state_dict(one.stepper, clone=True)
+    return {name: x.local.view(x.shape) if isinstance(x, ShardTensor) else x for name, x in state.items()}
+
+
 def test_remainders_of_32_bits_are_read_if_16_bits_have_them(tmp_path: Path) -> None:
     """As checkpoints hold them that went through gloo or NCCL, which have no int16."""
     one = Run("stepper", "optim")
     one.train()
-    assert one.stepper is not None
-    state = {}
-    for name, x in sharded_state_dict(one.stepper).items():
-        whole: Tensor = x.local.view(x.shape) if isinstance(x, ShardTensor) else x
-        if not name.startswith("groups."):
-            state[name] = whole.to(torch.int32) if whole.dtype is torch.int16 else whole
+    state = {name: x.int() if x.dtype is torch.int16 else x for name, x in wholes(one).items()}
     other = Run("stepper", "optim", seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there are no checksums, and one process
@@ -366,6 +368,23 @@ def test_remainders_of_32_bits_are_read_if_16_bits_have_them(tmp_path: Path) -> 
         with pytest.raises(ValueError, match=r"entry.weight.param.remainder: holds numbers beyond torch.int16"):
             other.load(tmp_path / "beyond")
     assert same(one.bits(), other.bits())
+
+
+@pytest.mark.parametrize("kind", ["stepper", "plain"])
+def test_a_count_that_counts_nothing_is_refused_by_name(tmp_path: Path, kind: Kind) -> None:
+    one = Run("stepper", "optim")
+    one.train()
+    state = wholes(one)
+    state["optimizer.state.entry.weight.step"].fill_(-1)
+    other = Run(kind, "optim", seed=1)
+    other.train()
+    before = other.bits()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there are no checksums, and one process
+        dcp_save(state, checkpoint_id=tmp_path, no_dist=True)
+        with pytest.raises(ValueError, match=r"optimizer.state.entry.weight.step"):
+            other.load(tmp_path)
+    assert same(before, other.bits())
 
 
 class Opens:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
+from everybit.base.rounding import nan_mask, to_nearest, with_nan_of
 from everybit_torch import AdamW
 from everybit_torch.torch_internals import compiler as torch_compiler
 from everybit_torch.torch_internals import cpp_vectors
+from tests.support.float_patterns import borders, from_bits, spread
 from tests.support.small_models import same_bits
 
 torch_cpp: Any = import_module("torch._inductor.codegen.cpp")
@@ -102,6 +104,20 @@ def test_without_scalars_before_the_loop_the_bits_are_the_same(monkeypatch: pyte
     monkeypatch.setattr(torch_compiler, "_scalars_first", dict)
     with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
         assert same_bits(stepped("FP32"), expected)
+
+
+@needs_vectors
+def test_where_numbers_are_nan_vectors_have_eagers_bits() -> None:
+    """Of all kinds of NaN, in vectors and in the scalars behind them."""
+    x = torch.cat([borders(), spread(1003, seed=1), from_bits([0x7F800001, 0xFFFFFFFF] * 9)])
+
+    def masked(x: Tensor) -> list[Tensor]:
+        return [nan_mask(x), with_nan_of(x, x.view(torch.int32).clone()), to_nearest(x, "bfloat16").view(torch.int16)]
+
+    torch._dynamo.reset()
+    with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False), cpp_vectors.vector_bits():
+        assert same_bits(torch.compile(masked, fullgraph=True)(x), masked(x))
+    torch._dynamo.reset()
 
 
 def seen() -> list[object]:

@@ -22,6 +22,7 @@ from tests.support.small_models import same_bits
 
 torch_cpp: Any = import_module("torch._inductor.codegen.cpp")
 inductor_config: Any = import_module("torch._inductor.config")
+run_and_get_code: Any = import_module("torch._inductor.utils").run_and_get_code
 
 needs_vectors = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this processor has no vector instructions torch knows"
@@ -42,8 +43,6 @@ def stepped(name: str, *, compile: bool = True) -> list[Tensor]:
 
 def generated(name: str) -> tuple[list[Tensor], str]:
     """What compiled steps give, and their code."""
-    from torch._inductor.utils import run_and_get_code
-
     torch._dynamo.reset()
     with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
         results, (code, *others) = run_and_get_code(lambda: stepped(name))
@@ -118,6 +117,23 @@ def test_where_numbers_are_nan_vectors_have_eagers_bits() -> None:
     with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False), cpp_vectors.vector_bits():
         assert same_bits(torch.compile(masked, fullgraph=True)(x), masked(x))
     torch._dynamo.reset()
+
+
+@needs_vectors
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_number_of_16_bits_is_widened_exactly(dtype: torch.dtype) -> None:
+    """In vectors and in the scalars behind them, by code that has no loop over single elements."""
+    x = torch.arange(-(2**15), 2**15 + 7).to(torch.int16).view(dtype)
+
+    def wide(x: Tensor) -> Tensor:
+        return x.to(torch.float64) + 0.0
+
+    torch._dynamo.reset()
+    with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False), cpp_vectors.vector_bits():
+        found, (code,) = run_and_get_code(torch.compile(wide, fullgraph=True), x)
+    torch._dynamo.reset()
+    assert "at::vec::convert<float" in code
+    assert torch.equal(found.nan_to_num(1.5e300), x.double().nan_to_num(1.5e300))
 
 
 def seen() -> list[object]:

@@ -90,16 +90,6 @@ class DirectCalls:
             segment: The owner of this tensor and this state, with the same tensors of the state at every step.
         """
         (tensor,), (grad,) = tensors, grads
-        last = self._remembered.get(segment) if segment is not None else None
-        if (
-            last is not None
-            and last.tensor is tensor
-            and last.first is first
-            and not totals
-            and _is_like(grad, tensor, last)
-        ):
-            self._begin_and_run(last.compiled, last.places, [tensor, grad, *last.rest, numbers])
-            return
         inputs = [tensor, grad, *eb.tree.leaves((state, first)), *given.values(), *totals]
         kind = _kind(inputs)
         known = None if kind is None else self._known.get(kind)
@@ -107,7 +97,8 @@ class DirectCalls:
             compiled, places = known
             if segment is not None and not totals and not given:
                 self._remembered[segment] = _Remembered(tensor, first, grad.dtype, inputs[2:], compiled, places)
-            self._begin_and_run(compiled, places, [*inputs, numbers])
+            self._began()
+            _run(compiled, places, [*inputs, numbers])
             return
         try:
             self._through_dynamo(tensors, grads, state, numbers, given, first, totals)
@@ -117,9 +108,28 @@ class DirectCalls:
         if kind is not None and ran is not None and kind not in self._known:
             self._known[kind] = _places(*ran, [*inputs, numbers])
 
-    def _begin_and_run(self, compiled: Compiled, places: Sequence[int], inputs: Sequence[Tensor]) -> None:
-        self._began()
-        compiled(*[inputs[0].numel() if place == _LENGTH else inputs[place] for place in places])
+    def again(self, segment: object, tensor: Tensor, grad: Tensor, first: object, numbers: Tensor) -> bool:
+        """Run the code that ran last for a segment, without totals, if only the gradient is another.
+
+        Args:
+            segment: The owner of the tensor and of its state.
+            tensor: The tensor.
+            grad: Its gradient.
+            first: The indices of the elements.
+            numbers: The numeric hyperparameters.
+
+        Returns:
+            Whether it ran.
+        """
+        last = self._remembered.get(segment)
+        if last is None or last.tensor is not tensor or last.first is not first or not _is_like(grad, tensor, last):
+            return False
+        _run(last.compiled, last.places, [tensor, grad, *last.rest, numbers])
+        return True
+
+
+def _run(compiled: Compiled, places: Sequence[int], inputs: Sequence[Tensor]) -> None:
+    compiled(*[inputs[0].numel() if place == _LENGTH else inputs[place] for place in places])
 
 
 def _is_like(grad: Tensor, tensor: Tensor, last: _Remembered) -> bool:

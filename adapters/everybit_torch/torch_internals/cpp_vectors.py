@@ -21,6 +21,7 @@ import torch
 _LOCK = RLock()
 # What `c10::bit_cast` is in C++20. In C++17, in which torch 2.11 compiles, that refuses vectors: they set themselves to zero.
 _BITS = "__builtin_bit_cast"
+_LOW = {torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
 
 
 @contextmanager
@@ -75,6 +76,8 @@ def _arrange() -> list[Callable[[], None]]:
             # A mask has all bits set where it is true. torch's code selects from zeros and ones, which a negation does not undo.
             vector = V.kernel._get_vec_type(dtype)
             code = f"{vector}(0) - static_cast<{vector}>({x}.template cast<int32_t, 1>())"
+        elif x.is_vec and dtype is torch.float64 and x.dtype in _LOW:
+            code = _widened(x, V.kernel)
         else:
             return convert(x, dtype, src_dtype, use_compute_types)
         made = V.kernel.cse.generate(V.kernel.compute, code)
@@ -156,6 +159,13 @@ def _converted(x: Any, dtype: torch.dtype, kernel: Any) -> str:
             f" return {_BITS}({to}, {_BITS}(Wide, raised) >> 16);"
         )
     return f"[&]() {{ {types} {body} }}()"
+
+
+def _widened(x: Any, kernel: Any) -> str:
+    """C++ for a vector of 16-bit numbers as float64: torch has vector code for each half of the way, and none for the whole."""
+    wide, single, low = map(kernel._get_num_vectors, (torch.float64, torch.float32, x.dtype))
+    singles = f"at::vec::convert<float, {single}, {_LOW[x.dtype]}, {low}>({x})"
+    return f"at::vec::convert<double, {wide}, float, {single}>({singles})"
 
 
 def _fills_a_part(kernel: Any, dtype: torch.dtype) -> bool:

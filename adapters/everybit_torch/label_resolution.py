@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from torch import Tensor
 import everybit as eb
 from everybit.combinators import Masked, Partition, chain
 from everybit.policies import AnyPolicy, ByLabel, Resolved, resolve_tree
-from everybit.protocol import map_parts, transforms_in
-from everybit_torch.reductions_only import ReductionsOnly
+from everybit.protocol import ALONE, any_draws, any_per_tensor, map_parts, then, transforms_in
 
+P = TypeVar("P")
 Tree = Mapping[Any, Tensor]
 """Parameters by their names, or by their numbers in a param group that has no names."""
 
@@ -64,7 +64,7 @@ def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Trans
 
 
 def _reductions_only(transform: eb.Transform[Any]) -> eb.Transform[Any]:
-    return ReductionsOnly(transform) if transform.reduces else eb.identity()
+    return _ReductionsOnly(transform) if transform.reduces else eb.identity()
 
 
 def require_labels_used(
@@ -201,3 +201,47 @@ def resolve_parameters(policies: Mapping[torch.dtype, AnyPolicy], tree: Tree) ->
         except (TypeError, ValueError) as error:
             raise type(error)(str(error).replace("params[0]", f"params{path}", 1)) from None
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _ReductionsOnly:
+    """Takes part in the reductions of a transform of other parameters, without elements and without an effect.
+
+    A reduction goes over all parameters, so that all of them have to take part in it, in the same order.
+    """
+
+    transform: eb.Transform[Any]
+
+    @property
+    def cut(self) -> eb.Cut:
+        """Anywhere, since it does not change elements."""
+        return "element"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the transform makes requests."""
+        return self.transform.reduces
+
+    @property
+    def draws(self) -> bool:
+        """Whether the transform draws random bits. Elements that are not contributed draw them as well."""
+        return any_draws([self.transform])
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the transform requests numbers of each parameter."""
+        return any_per_tensor([self.transform])
+
+    def init(self, params: P) -> Any:
+        """Return the empty state of ``identity``."""
+        return eb.identity().init(params)
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        """Return the updates unchanged, after taking part in the transform's reductions."""
+
+        def nothing(tree: P) -> P:
+            return eb.tree.map(lambda x: x.reshape(-1)[:0], tree)
+
+        none = nothing(params)
+        contribution = self.transform.update(nothing(updates), self.transform.init(none), none, ctx)
+        return then(contribution, lambda _: (updates, state))

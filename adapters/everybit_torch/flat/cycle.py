@@ -21,8 +21,7 @@ from everybit_torch.flat.norm_partials import Squares
 from everybit_torch.flat.optimizer import ShareOptimizer
 from everybit_torch.routing import Routed
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
-from everybit_torch.sharded.nonfinite import count_nonfinite
-from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport
+from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport, count_nonfinite
 from everybit_torch.sharded.step_checks import Completeness
 from everybit_torch.torch_internals.optimizers import note_step
 from everybit_torch.training.evaluation import evaluation_weights

@@ -16,12 +16,10 @@ from everybit_torch.collectives import Communicator, Grads, communicators
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.flat.layout import Buffer, Spec, lay_out
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
-from everybit_torch.sharded.ignored_parameters import ignored_ids
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, Transforms, label_parameters
-from everybit_torch.sharded.model_units import find_units
+from everybit_torch.sharded.models import find_units, ignored_ids, require_model, require_some
 from everybit_torch.sharded.options import StepperOptions
 from everybit_torch.sharded.strategies import Sharding
-from everybit_torch.sharded.trainable_models import require_model, require_some
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,9 @@ from everybit_torch.collectives import Communicator, Grads, Mesh, communicators
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.fsdp2.units import Unit, homes_of, is_sharded, require_shardable, shard, sharded_modules, units_of
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
-from everybit_torch.sharded.ignored_parameters import ignored_ids
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, Transforms, label_parameters
-from everybit_torch.sharded.model_units import find_units
+from everybit_torch.sharded.models import find_units, ignored_ids, require_model, require_some
 from everybit_torch.sharded.options import StepperOptions
-from everybit_torch.sharded.trainable_models import require_model, require_some
 
 
 @dataclass(frozen=True, slots=True)

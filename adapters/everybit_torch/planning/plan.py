@@ -30,11 +30,9 @@ from everybit_torch.fsdp2 import FSDP2Stepper, homes_of
 from everybit_torch.planning.buffers import plan_buffers
 from everybit_torch.planning.report import Plan, Ranks, Run
 from everybit_torch.planning.rows import plan_units
-from everybit_torch.sharded.ignored_parameters import ignored_ids
 from everybit_torch.sharded.labelling import Labelled, Transforms, label_parameters
-from everybit_torch.sharded.model_units import find_units
+from everybit_torch.sharded.models import find_units, ignored_ids, require_model, require_some
 from everybit_torch.sharded.options import StepperKeywords, StepperOptions
-from everybit_torch.sharded.trainable_models import require_model, require_some
 
 __all__ = ["Plan", "Ranks", "plan", "plan_stepper"]
 

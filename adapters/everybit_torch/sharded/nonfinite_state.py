@@ -14,7 +14,7 @@ from everybit_torch.checkpoint.agreement import gathered
 from everybit_torch.collectives import Communicator
 from everybit_torch.dtensors import is_primary_copy, local, mesh_of
 from everybit_torch.optim import TorchOptimizer, parameters_of
-from everybit_torch.sharded.nonfinite import count_nonfinite
+from everybit_torch.sharded.reports import count_nonfinite
 from everybit_torch.sharded.stepper import FlatStepper
 
 

@@ -14,10 +14,8 @@ from everybit.combinators import needs_whole_tensors
 from everybit.stepping import Unsafe, with_policy
 from everybit_torch.collectives import Mesh
 from everybit_torch.optim import require_float64
-from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels
-from everybit_torch.sharded.model_units import Units
-from everybit_torch.sharded.owners import require_free
+from everybit_torch.sharded.models import Ignored, Units, require_free
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.strategies import OuterStrategy, PlainOptions, Sharding, Strategy, sharding
 

@@ -1,11 +1,14 @@
-"""The reports of steps."""
+"""The reports of steps, and the count of elements that are not finite."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+from everybit_torch.collectives import chunk_size, chunks
 
 NanCheck = Literal["off", "step", "param"]
 Stage = Literal["backward", "reduction"]
@@ -49,3 +52,13 @@ class StepReport:
     skipped: bool = False
     nonfinite: tuple[NonFinite, ...] = ()
     untouched: tuple[str, ...] = ()
+
+
+def count_nonfinite(x: Tensor) -> Tensor:
+    """Number of infinite and NaN elements: int64, 0-d, on the device. A norm would overflow on large finite elements."""
+    count = torch.zeros((), dtype=torch.int64, device=x.device)
+    flat = x.reshape(-1)
+    for low, high in chunks(flat.numel(), chunk_size(x.device)):
+        part = flat[low:high]
+        count += part.numel() - torch.isfinite(part).sum()
+    return count

@@ -18,8 +18,8 @@ from everybit_torch.collectives import Communicator, groups, ranks_of
 from everybit_torch.planning.report import Plan
 from everybit_torch.routing import Routed
 from everybit_torch.sharded.labelling import LabelledTransform, Transforms
+from everybit_torch.sharded.models import claim
 from everybit_torch.sharded.options import StepperKeywords, StepperOptions
-from everybit_torch.sharded.owners import claim
 from everybit_torch.sharded.reports import StepReport
 from everybit_torch.sharded.synchronization import BufferValues, synchronize_buffers
 

@@ -13,8 +13,7 @@ from everybit.combinators.low_rank import LowRank, low_rank
 from everybit.combinators.masked import Masked, Partition, masked, partition
 from everybit.combinators.routing import matrices_of, routing, routing_tables, shown_matrices
 from everybit.combinators.skipping import skip_large_updates
-from everybit.combinators.step_costs import step_cost
-from everybit.combinators.whole_tensors import needs_whole_tensors
+from everybit.combinators.whole_tensors import needs_whole_tensors, step_cost
 
 __all__ = [
     "Cautious", "Chain", "Lookahead", "LowRank", "Masked", "NamedChain", "Partition", "accumulate", "apply_if_finite", "cautious",

@@ -84,7 +84,7 @@ class Kronecker(Options):
         return tuple(self._block(one, len(one) - 2, prefix) for one, prefix in zip(shapes, prefixes, strict=True))
 
     def step_cost(self, shape: Sequence[int], *, products: float, cubes: float) -> float:
-        """Return the multiply-adds of a step on a parameter of this shape, for :mod:`everybit.combinators.step_costs`.
+        """Return the multiply-adds of a step on a parameter of this shape, for :mod:`everybit.combinators.whole_tensors`.
 
         Args:
             shape: The parameter's shape.

@@ -140,7 +140,7 @@ class Projection(Options):
         return found
 
     def step_cost(self, shape: Sequence[int]) -> float:
-        """Return the multiply-adds of a step on a parameter of this shape, for :mod:`everybit.combinators.step_costs`."""
+        """Return the multiply-adds of a step on a parameter of this shape, for :mod:`everybit.combinators.whole_tensors`."""
         total = 0.0
         for part in self.parts(shape):
             numel = math.prod((*part.batch, part.size, part.other))

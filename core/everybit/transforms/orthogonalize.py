@@ -142,7 +142,7 @@ class Orthogonalize(Stateless):
         return self.of_batches(of_batch, updates), state
 
     def step_cost(self, shape: Sequence[int]) -> float:
-        """Return the multiply-adds of the iterations on all matrices of a parameter; see :mod:`everybit.combinators.step_costs`.
+        """Return the multiply-adds of the iterations on all matrices of a parameter; see :mod:`everybit.combinators.whole_tensors`.
 
         Raises:
             ValueError: A parameter cannot be seen so.

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from everybit.base import tree
 from everybit.combinators import Masked, Partition, needs_whole_tensors
-from everybit.protocol import Context, Pending, any_per_tensor, transforms_in
+from everybit.protocol import Context, Pending, any_per_tensor, map_parts, transforms_in
 from everybit.protocol.requests import Kind
 from everybit.stepping import Optimizer, OptimizerState, with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
 from everybit.testing.checks.cuts import flattened, promises, stored_slots
-from everybit.testing.checks.parts import decided
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
+
+P = TypeVar("P")
 
 AGREEMENT = 1e-5
 """How far a sum over shards may be from the sum of the whole, relative to what the shards contribute in magnitude.
@@ -39,7 +41,7 @@ def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
     """
     for dtype, policy in stored:
         params = example_params(dtype)
-        transform = decided(build(LEARNING_RATE), params)
+        transform = _decided(build(LEARNING_RATE), params)
         sizes = [leaf.numel() for leaf in tree.leaves(params)]
         size = sum(sizes)
         flat = not needs_whole_tensors(transform)
@@ -209,3 +211,22 @@ def _require_agreement(asked: list[tuple[Kind, Tensor]], totals: list[_Total], w
                 f"{what}: reduction {number}: the {total.kind} over the shards is {total.value}, and the {kind} of the whole {value}."
                 " Promised is that each element contributes once: what is requested is computed from ctx.owned(...)."
             )
+
+
+def _decided(node: Any, params: Any) -> Any:
+    """A transform with its masks and labels as trees, as they come out for whole ``params``: a piece does not know its shape."""
+    if isinstance(node, Masked):
+        mask = tree.label(node.mask, params, name="mask")
+        return replace(node, mask=tree.replace(params, mask), transform=_decided(node.transform, _chosen(params, mask)))
+    if isinstance(node, Partition):
+        labels = tree.label(node.labels, params)
+        parts = {
+            name: _decided(part, _chosen(params, [label == name for label in labels]))
+            for name, part in node.transforms.items()
+        }
+        return replace(node, labels=tree.replace(params, labels), transforms=parts)
+    return map_parts(lambda part: _decided(part, params), node)
+
+
+def _chosen(params: P, mask: list[bool]) -> P:
+    return tree.replace(params, [leaf if keep else None for leaf, keep in zip(tree.leaves(params), mask, strict=True)])

@@ -1,0 +1,135 @@
+"""The models of steppers: those that can be trained, the modules that are units, the parameters that are left alone, and the owner."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+def require_model(model: object) -> None:
+    """Refuse an object that is not a module, and a module with parameters that have no shapes yet.
+
+    Raises:
+        TypeError: No module.
+        ValueError: A parameter or buffer of a lazy module that was never called.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got a {type(model).__name__}; accepted is a module, before the transform.")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"model: call it once with a batch, model(batch), and then make the stepper. {name} belongs to a lazy module, and"
+                " has no shape before that."
+            )
+
+
+def require_some(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse a model without trained parameters.
+
+    Raises:
+        ValueError: It has no parameters, or all of them are frozen.
+    """
+    given = list(parameters)
+    if not given:
+        raise ValueError("model: has no parameters (that are not ignored); accepted is a module with at least one.")
+    if not any(parameter.requires_grad for parameter in given):
+        raise ValueError(
+            "model: all of its parameters are frozen; accepted is a module with at least one that requires a gradient."
+        )
+
+
+Units = Sequence[type[nn.Module] | nn.Module]
+"""Modules of a model, and classes of modules."""
+
+
+def find_units(model: nn.Module, units: Units | None) -> dict[str, nn.Module]:
+    """The model and the modules that ``units`` selects, by name; the model first.
+
+    Raises:
+        TypeError: Something that is neither a module nor a class of modules.
+        ValueError: Something that the model does not have.
+    """
+    if isinstance(units, (type, nn.Module, str)):
+        raise TypeError(
+            f"units: got {units!r}; accepted is a list of modules of the model, and classes of modules: units=[Block]."
+        )
+    wanted = list(units or ())
+    for one in wanted:
+        if not (isinstance(one, nn.Module) or (isinstance(one, type) and issubclass(one, nn.Module))):
+            raise TypeError(f"units: got {one!r}; accepted are modules of the model, and classes of modules.")
+        if not any(module is one or (isinstance(one, type) and isinstance(module, one)) for module in model.modules()):
+            what = one.__name__ if isinstance(one, type) else type(one).__name__
+            there = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            raise ValueError(f"units: the model has no {what}; its modules are {there}.")
+    classes = tuple(one for one in wanted if isinstance(one, type))
+    single = {id(one) for one in wanted if not isinstance(one, type)}
+    chosen = {n: m for n, m in model.named_modules() if n and (isinstance(m, classes) or id(m) in single)}
+    return {"": model} | chosen
+
+
+Ignored = Iterable[nn.Parameter | nn.Module | str]
+"""Parameters, modules with all of their parameters, and names of either."""
+
+
+def ignored_ids(model: nn.Module, ignored: Ignored | None) -> set[int]:
+    """The ids of the parameters of a model that are to be left alone.
+
+    Raises:
+        TypeError: Something that is neither a parameter, a module nor a name.
+        ValueError: Something that is not the model's.
+    """
+    if isinstance(ignored, (str, nn.Module, nn.Parameter)):
+        raise TypeError(f"ignored: got {type(ignored).__name__}; accepted is a list of parameters, modules and names.")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: set[int] = set()
+    for one in ignored or ():
+        given = (parameters.get(one) if one in parameters else modules.get(one)) if isinstance(one, str) else one
+        if given is None:
+            raise ValueError(
+                f"ignored: got {one!r}, which is not in the model; accepted are names of its parameters and modules."
+            )
+        if isinstance(given, nn.Parameter):
+            known, here = parameters.values(), [given]
+        elif isinstance(given, nn.Module):
+            known, here = modules.values(), list(given.parameters())
+        else:
+            raise TypeError(f"ignored: got {type(one).__name__}; accepted are parameters, modules and names.")
+        if all(given is not other for other in known):
+            raise ValueError(
+                f"ignored: got a {type(given).__name__} that is not in the model; accepted are its parameters and modules."
+            )
+        found |= {id(parameter) for parameter in here}
+    return found
+
+
+class Owner(Protocol):
+    """The object that steps a model's parameters."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it gave the parameters back."""
+        ...
+
+
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
+
+
+def claim(model: nn.Module, owner: Owner) -> None:
+    """Note that a model belongs to a stepper, until that is closed."""
+    _OWNERS[model] = weakref.ref(owner)
+
+
+def require_free(model: nn.Module) -> None:
+    """Refuse a model that another stepper steps.
+
+    Raises:
+        ValueError: There is one, which is not closed.
+    """
+    owner = _OWNERS.get(model)
+    if owner is not None and (other := owner()) is not None and not other.closed:
+        raise ValueError("model: belongs to a stepper already; call that stepper's close() first.")

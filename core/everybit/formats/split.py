@@ -109,6 +109,8 @@ class Split(StateFormat, ParamFormat):
             return self._whole_float16(value, remainder)
         remainder = remainder if self.bits == 16 else remainder << 8
         whole = value.view(torch.int32) + remainder
+        if not rounding.may_have_nan(whole.view(torch.float32)):
+            return whole.view(torch.float32)
         return whole.sub_(rounding.nan_mask(whole.view(torch.float32)).bitwise_and_(remainder)).view(torch.float32)
 
     def resolution(self, compute: ComputeDType) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.readbacks import counts_on_a_device
+from tests.support.readbacks import numbers_on_a_device
 
 
 class FakeGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ class FakeGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with (
             mock.patch.object(torch.cuda, "is_initialized", return_value=True),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-            counts_on_a_device(),
+            numbers_on_a_device(),
             self,
         ):
             yield

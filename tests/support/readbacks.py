@@ -18,9 +18,9 @@ READING = {
 }  # fmt: skip
 
 
-def counts_on_a_device() -> AbstractContextManager[Any]:
-    """A context in which counts of steps are taken for tensors on a device: of those on the host a step reads the value."""
-    return mock.patch("everybit.base.random_bits._on_host", lambda number: number)
+def numbers_on_a_device() -> AbstractContextManager[Any]:
+    """A context in which numbers are taken for tensors on a device: of those on the host a step reads the value."""
+    return mock.patch("everybit.base.random_bits.on_host", lambda number: number)
 
 
 class ReadBackError(AssertionError):
@@ -85,7 +85,7 @@ class Readbacks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._now = set()
         # They read the host's memory without an operation that a mode would see.
-        with patched("tolist"), patched("numpy"), patched("__array__"), counts_on_a_device(), self:
+        with patched("tolist"), patched("numpy"), patched("__array__"), numbers_on_a_device(), self:
             yield
         self._before |= self._now
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class Key:
         # The stream is mixed first, or seed 7 of stream 11 would be seed 11 of stream 7.
         one: Word = _mix(stream)
         two: Word = _mix(stream ^ _SECOND)
-        for number in (_known(self.seed, self.step), _on_host(self.step)):
+        for number in (_known(self.seed, self.step), cast(Word, on_host(self.step))):
             low, high = _low(number), _low(number >> 32)
             one, two = _mix(_mix(low ^ one) ^ high), _mix(_mix(_add(low, two)) ^ high)
         return one, two
@@ -161,7 +161,7 @@ Word = Tensor | int
 """32 bits as an int32 tensor, or as a Python number of the same value: arithmetic on the host takes a hundredth of the time."""
 
 
-def _on_host(number: Tensor) -> Tensor | int:
+def on_host(number: Tensor) -> Tensor | int | float:
     """A number's value if the host has it at once, and no transform of torch's hides it."""
     if torch.compiler.is_compiling() or not number.is_cpu:
         return number
@@ -169,7 +169,7 @@ def _on_host(number: Tensor) -> Tensor | int:
         value = number.item()
     except RuntimeError:  # under vmap, or while it is traced
         return number
-    return value if type(value) is int else number
+    return value if type(value) in (int, float) else number
 
 
 def _low(number: Word) -> Word:

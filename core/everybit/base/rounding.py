@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everybit.base import random_bits
 from everybit.base.batching import let_views_batch
 from everybit.base.dtypes import FloatDType, LowDType, torch_dtype
-from everybit.base.random_bits import uniform
 
 let_views_batch()
 
@@ -91,7 +91,7 @@ def _dithered(x: Tensor, dtype: LowDType, bits: Tensor) -> Tensor:
 def floor_stochastic(x: Tensor, bits: Tensor) -> Tensor:
     """Round to either neighbouring integer, with probabilities that make the expectation ``x``."""
     whole = torch.floor(x)
-    return whole + (x - whole > uniform(bits)).float()
+    return whole + (x - whole > random_bits.uniform(bits)).float()
 
 
 def narrow(x: Tensor, dtype: FloatDType, *, finite: bool = False) -> Tensor:
@@ -119,11 +119,8 @@ def may_have_nan(x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or not x.is_cpu:
         return True
-    try:
-        total = x.sum().item()
-    except RuntimeError:  # under vmap, or while it is traced
-        return True
-    return type(total) is not float or total != total
+    total = random_bits.on_host(x.sum())
+    return isinstance(total, Tensor) or total != total
 
 
 def nan_mask(x: Tensor) -> Tensor:

@@ -175,6 +175,29 @@ def flipped(model: Square) -> None:
     model.square.data = model.square.data.t().clone()
 
 
+def strided(vector: nn.Parameter) -> None:
+    vector.data = torch.stack([vector.data, vector.data], 1)[:, 0]
+
+
+def resized(vector: nn.Parameter) -> None:
+    """The same storage at another address."""
+    vector.untyped_storage().resize_(1 << 20)
+
+
+@pytest.mark.parametrize("change", [strided, resized])
+@pytest.mark.parametrize("compile", [False, True])
+def test_vectors_alone_are_followed_as_in_torch(change: Callable[[nn.Parameter], None], compile: bool) -> None:
+    results = []
+    for theirs in (False, True):
+        model = nn.ParameterList([nn.Parameter(torch.arange(5.0).double() + n) for n in range(3)])
+        mine = None if theirs else AdamW(model.parameters(), lr=0.1, compile=compile)
+        optimizer = mine or torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer, 2)
+        change(model[1])
+        results.append(train(model, optimizer, 2))
+    close(*results)
+
+
 CHANGES = [transpose, transpose_twice, channels_last, every_second, flipped]
 
 

@@ -48,7 +48,7 @@ R = TypeVar("R")
 Body = Callable[..., R]
 # What tells apart the steps of a group: dtype of the parameters, what masks and labels said, how many totals there are, which work is due,
 # and the choices of the body.
-Place = tuple[torch.dtype, Decision | None, int, Due, tuple[tuple[str, Any], ...]]
+_Place = tuple[torch.dtype, Decision | None, int, Due, tuple[tuple[str, Any], ...]]
 # What tells variants apart: the constants of the code, and which arguments are numbers.
 _Key = tuple[dict[str, Any], tuple[str, ...]]
 Shape = tuple[torch.Size, tuple[int, ...]]
@@ -84,7 +84,7 @@ class Inputs:
     returns: bool = True
     segment: object = None
 
-    def place(self) -> Place:
+    def place(self) -> _Place:
         """Return what tells the step apart from the others of its group."""
         return self.tensors[0].dtype, self.decision, len(self.totals), self.due, self.choices
 
@@ -152,8 +152,8 @@ class Variants(Generic[R]):
     def __init__(self, number: int, factory: Factory, seed: int, body: Body[R], given: bool | str = True) -> None:
         self._number, self._factory, self._seed, self._body = number, factory, seed, body
         self._given = given
-        self._sites: dict[Place, _Site[R]] = {}
-        self._chosen: dict[Place, _Variant[R] | None] = {}
+        self._sites: dict[_Place, _Site[R]] = {}
+        self._chosen: dict[_Place, _Variant[R] | None] = {}
         self._told: set[str] = set()
         self._told_of_compilation = False
         self._level = logging.WARNING if given == "auto" else logging.INFO
@@ -162,17 +162,17 @@ class Variants(Generic[R]):
         """Forget which variants were chosen, because hyperparameters changed."""
         self._chosen.clear()
 
-    def again(
-        self, place: Place, segment: object, tensor: Tensor, grad: Tensor, first: FirstOnDevice, numbers: Tensor
-    ) -> bool:
+    def again(self, inputs: Inputs, numbers: Tensor) -> bool:
         """Run the code that ran last for a segment, if nothing but its gradient and the values of numbers is new.
 
         Returns:
             Whether it ran. If not, no tensor was written.
         """
-        variant = self._chosen.get(place)
-        direct = None if variant is None else variant.run
-        return isinstance(direct, DirectCalls) and direct.again(segment, tensor, grad, first, numbers)
+        variant = self._chosen.get(inputs.place())
+        direct = None if variant is None or inputs.totals else variant.run
+        return isinstance(direct, DirectCalls) and direct.again(
+            inputs.segment, inputs.tensors[0], inputs.grads[0], inputs.first, numbers
+        )
 
     def step(
         self,

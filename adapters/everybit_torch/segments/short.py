@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,10 +15,8 @@ from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import cut
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.single import Places, Single, shares_numbers
+from everybit_torch.segments.single import Places, Single, dtype_of, shares_numbers
 from everybit_torch.torch_internals.tensors import foreach_copy
-
-_DTYPE = attrgetter("dtype")
 
 SHORT = 1 << 16
 """Elements below which a parameter on a CPU is stepped together with others: a call of compiled code takes as long as so many."""
@@ -112,20 +109,13 @@ class Bucket:
         self.places = Places([])
         self._targets: list[Tensor] = []  # the parameters' memory
         self._sources: list[Tensor] = []  # their parts of the vector
-        self._is_dense = self._are_vectors = False
+        self._is_dense = False
         self._grad: Tensor | None = None
-        self._grads: list[Tensor] = []  # their parts of the gradient
+        self._grads: list[Tensor] = []  # their parts of the gradient; none, if all are vectors without gaps
 
     def __getstate__(self) -> dict[str, Any]:
         # In a copy these would be no views any more.
-        return self.__dict__ | {
-            "_targets": [],
-            "_sources": [],
-            "_is_dense": False,
-            "_are_vectors": False,
-            "_grad": None,
-            "_grads": [],
-        }
+        return self.__dict__ | {"_targets": [], "_sources": [], "_is_dense": False, "_grad": None, "_grads": []}
 
     def _here(self) -> list[Tensor]:
         """This rank's parts of the parameters."""
@@ -150,7 +140,6 @@ class Bucket:
         has_gaps = vector.numel() != sum(x.numel() for x in here)
         self._is_dense = not has_gaps and all(x.is_contiguous() for x in here)
         self._targets = [x if x.ndim == 1 else x.view(-1) for x in here] if self._is_dense else here
-        self._are_vectors = self._is_dense and all(x.ndim == 1 for x in here)
         self._sources = self._parts(vector, self._targets)
 
     def _parts(self, vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -171,12 +160,14 @@ class Bucket:
         """
         vector = self.segment.tensor
         self._read(vector)
-        dtypes = {*map(_DTYPE, grads)}
+        dtypes = {*map(dtype_of, grads)}
         dtype = dtypes.pop() if len(dtypes) == 1 else reduce(torch.promote_types, dtypes)
         if self._grad is None or self._grad.dtype is not dtype:
             self._grad = torch.zeros(vector.numel(), dtype=dtype, device=vector.device)
-            self._grads = [] if self._are_vectors else self._parts(self._grad, grads)
-        if self._are_vectors:
+            has_gaps = vector.numel() != sum(map(Tensor.numel, grads))
+            are_vectors = not has_gaps and all(grad.ndim == 1 for grad in grads)
+            self._grads = [] if are_vectors else self._parts(self._grad, grads)
+        if not self._grads:
             return torch.cat([*grads], out=self._grad)
         foreach_copy(self._grads, grads)  # in their shapes, because a view of each takes as long as its copy
         return self._grad

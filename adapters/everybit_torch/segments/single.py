@@ -12,7 +12,6 @@ from torch import Tensor
 
 import everybit as eb
 from everybit_torch.dtensors import is_dtensor, local
-from everybit_torch.memory import has_memory
 from everybit_torch.segments.segment import Segment
 
 
@@ -97,14 +96,14 @@ def shares_numbers(parameter: Tensor, optimizer: eb.Optimizer[Any], is_part: boo
 
 
 _KIND = attrgetter("shape", "dtype", "device")
-_DTYPE = attrgetter("dtype")
+dtype_of = attrgetter("dtype")
 
 
 class Places:
     """Where tensors lie in memory, which changes when a tensor is given other memory.
 
-    Every step asks for all parameters. So each tensor has a twin, which torch compares with it in one call: addresses, sizes and strides as
-    objects of Python take three times as long.
+    Every step asks for all parameters. So each tensor has a twin, which torch compares with it in one call: sizes and strides as objects of
+    Python take three times as long.
 
     Args:
         tensors: The tensors.
@@ -115,28 +114,27 @@ class Places:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.twins = [x.detach() for x in tensors]
-        self._filled = [x for x in self.twins if x.numel() and not x.is_meta]
         self._lies = Tensor.is_set_to if all(x.is_cpu or x.is_cuda for x in self.twins) else _lies_as
-        self._dtypes = [*map(_DTYPE, tensors)]
+        self._addresses, self._dtypes = [*map(Tensor.data_ptr, tensors)], [*map(dtype_of, tensors)]
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = [*map(_KIND, tensors)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"twins": [], "_filled": []}
+        return self.__dict__ | {"twins": []}
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors lie there, each as it did."""
         return (
             len(tensors) == len(self.twins)
-            and [*map(_DTYPE, tensors)] == self._dtypes
+            and [*map(Tensor.data_ptr, tensors)] == self._addresses  # which change where a storage is resized
+            and [*map(dtype_of, tensors)] == self._dtypes
             and all(map(self._lies, tensors, self.twins))
-            and all(map(Tensor.data_ptr, self._filled))  # memory that was freed has no address
         )
 
     def moved(self, tensors: Sequence[Tensor]) -> Iterator[int]:
         """Yield the numbers of the tensors that lie elsewhere, or are of another kind."""
-        for number, (one, kind) in enumerate(zip(tensors, self._kinds, strict=True)):
-            twin = self.twins[number] if self.twins else None
-            if twin is None or _KIND(one) != kind or not self._lies(one, twin) or not has_memory(one):
+        for number, (one, address, kind) in enumerate(zip(tensors, self._addresses, self._kinds, strict=True)):
+            lies = bool(self.twins) and one.data_ptr() == address and self._lies(one, self.twins[number])
+            if not lies or _KIND(one) != kind:
                 yield number
 
     def kind(self, number: int) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -145,5 +143,5 @@ class Places:
 
 
 def _lies_as(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same memory, on devices for which torch does not compare them."""
-    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+    """Whether tensors at one address are the same elements, on devices for which torch does not compare them."""
+    return (one.shape, one.stride()) == (other.shape, other.stride())

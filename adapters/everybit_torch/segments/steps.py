@@ -128,12 +128,10 @@ class Steps:
         if not self._can_compile(segment):
             return uncompiled()
         before, numbers = segment.count.known(segment.state.step), self._numbers_on(segment.tensor.device)
-        choices = (("holds_wholes", not segment.is_part), ("metrics", metrics))
-        place = segment.tensor.dtype, decision, len(totals), due, choices
-        if not totals and self._steps.again(place, segment, segment.tensor, grad, segment.first_tensor, numbers):
+        inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics),), returns=metrics)
+        if self._steps.again(inputs, numbers):
             segment.note_step(before)
             return None
-        inputs = self._inputs(segment, grad, totals, decision, due, choices, returns=metrics)
         measured = self._steps.step(inputs, self.arguments, numbers, uncompiled)
         if inputs.tensors[0] is not segment.tensor:
             # Autograd does not see that writing to a vector changes the tensor.
@@ -157,7 +155,7 @@ class Steps:
 
         if not self._can_compile(segment) or segment.is_whole:
             return uncompiled()  # code would be made for each shape
-        inputs = self._inputs(segment, grad, totals, decision, due, (("holds_wholes", not segment.is_part),))
+        inputs = self._inputs(segment, grad, totals, decision, due, ())
         return self._finds.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)
 
     def _can_compile(self, segment: Segment) -> bool:
@@ -185,7 +183,8 @@ class Steps:
             state = map_parts(state, [tensor], [segment.stored], lambda x, _: _vector(x), lambda x: x)
             tensor, grad = _vector(tensor), _vector(grad.contiguous())
         return Inputs(
-            [tensor], [grad], state, segment.first_tensor, list(totals), self._policy, decision, due, choices, returns, segment,
+            [tensor], [grad], state, segment.first_tensor, list(totals), self._policy, decision, due,
+            (("holds_wholes", not segment.is_part), *choices), returns, segment,
         )  # fmt: skip
 
     def _numbers_on(self, device: torch.device) -> Tensor:

@@ -160,7 +160,7 @@ def _of_buffers(stepper: BufferStepper) -> Parts:
         # Of a tensor that stays whole, its owner has the state.
         if place.spec.numel and (place.numel or not place.spec.is_whole):
             prefix = f"optimizer.state.{place.spec.name}."
-            for entry, value, saved in _entries(place, one.segment().entries()):
+            for entry, value, saved in _entries(place, one.entries()):
                 held.append(Held(one.parameter, prefix, entry, value.shape, saved))
     return Parts(optimizer, stepper.labels, model, held)
 

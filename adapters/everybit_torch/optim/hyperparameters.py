@@ -48,7 +48,7 @@ def follow(
         before = stepped.of.segment
         stepped.of.segment = Segment(stepped.optimizer, before.tensor, plan.state, before.first)
         for number, parameter in enumerate(stepped.of.parameters):
-            own = shown(parameter, stepped.of.own(number).entries())
+            own = shown(parameter, stepped.of.entries(number))
             parameters.states.migrate(parameter, own, plan.begun, plan.ended)
 
 

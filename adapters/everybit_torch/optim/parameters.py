@@ -106,6 +106,10 @@ class Own:
         """Return the parameter's segment: its present weights, and views of its state."""
         return self.stepped.of.own(self.number)
 
+    def entries(self) -> list[tuple[Entry, Tensor]]:
+        """List the tensors of the parameter's state with their names and roles."""
+        return self.stepped.of.entries(self.number)
+
     def write(self, weights: Tensor) -> None:
         """Write stored weights of the segment's shape."""
         here = local(self.parameter).detach()
@@ -280,7 +284,7 @@ class Parameters:
     def kept(self) -> Iterator[tuple[Tensor, list[Entry], dict[str, Tensor]]]:
         """Yield each parameter with the entries of its state, and their tensors by name. Every rank has to call it if parameters visit."""
         for own in self.own():
-            entries = own.segment().entries()
+            entries = own.entries()
             yield own.parameter, [entry for entry, _ in entries], shown(own.parameter, entries)
         for visiting in self.visiting:
             for member, found in visiting.hand_out(state_of, weights=False):
@@ -290,9 +294,7 @@ class Parameters:
         """Show the state of parameters in the optimizer's ``state``."""
         for stepped in several:
             for number, parameter in enumerate(stepped.of.parameters):
-                self.states[parameter].publish(
-                    shown(parameter, stepped.of.own(number).entries()), self.states.torch_names
-                )
+                self.states[parameter].publish(shown(parameter, stepped.of.entries(number)), self.states.torch_names)
 
     def axis_and_counts(self, parameter: Tensor) -> tuple[eb.Axis, bool]:
         """Return the processes with other elements of a parameter, and whether this process counts, of those with equal elements."""

@@ -58,6 +58,7 @@ class Segment:
     is_whole: bool = field(init=False)
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
     count: HostCount = field(init=False, default_factory=HostCount)
+    _entries: list[tuple[Entry, Tensor]] = field(init=False, default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         (self.stored,) = self.optimizer.formats([self.tensor])
@@ -136,8 +137,10 @@ class Segment:
     # -- state ----------------------------------------------------------------------------------------------------------------------
 
     def entries(self) -> list[tuple[Entry, Tensor]]:
-        """List the tensors of the state with their names and roles."""
-        return entries(self.state, [self.tensor], 0, self.stored)
+        """List the tensors of the state with their names and roles. They stay the same tensors, and are found once."""
+        if not self._entries:
+            self._entries = entries(self.state, [self.tensor], 0, self.stored)
+        return self._entries
 
     def shared(self) -> list[Tensor]:
         """List counts, and other state that is no element's."""

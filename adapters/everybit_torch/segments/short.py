@@ -12,7 +12,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import Blocks, Scattered
-from everybit.stepping.entries import cut
+from everybit.stepping.entries import Entry, cut
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.single import Places, Single, dtype_of, shares_numbers
@@ -193,6 +193,14 @@ class Bucket:
         parameter, where, whole = self.parameters[number], self._ranges[number], self.segment
         state = cut(whole.state, [whole.tensor], [whole.stored], where.start, where.stop, on_shared)
         return Segment(whole.optimizer, local(parameter).detach().reshape(-1), state, self._firsts[number])
+
+    def entries(self, number: int) -> list[tuple[Entry, Tensor]]:
+        """List the tensors of one parameter's state with their names and roles: views, and what all parameters share."""
+        start, stop = self._ranges[number].start, self._ranges[number].stop
+        return [
+            (entry, x if entry.cut == "copy" else x[slice(*entry.range(start, stop))])
+            for entry, x in self.segment.entries()
+        ]
 
     def apart(self) -> list[Single | Bucket]:
         """Return each parameter by itself, with views of the present state and counts of its own."""

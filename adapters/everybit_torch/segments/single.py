@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.stepping.entries import Entry
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
 
@@ -73,6 +74,10 @@ class Single:
     def own(self, number: int) -> Segment:  # noqa: ARG002  # there is one
         """Return the parameter's segment."""
         return self.segment
+
+    def entries(self, number: int) -> list[tuple[Entry, Tensor]]:  # noqa: ARG002  # there is one
+        """List the tensors of the parameter's state with their names and roles."""
+        return self.segment.entries()
 
 
 def as_stepped(parameter: Tensor, optimizer: eb.Optimizer[Any]) -> Tensor:

@@ -26,6 +26,7 @@ from everybit.base.traced_trees import let_trees_trace
 P = TypeVar("P")
 T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
+OnTensor = Callable[[Tensor], Any]
 
 NAMESPACE = "everybit"
 
@@ -212,26 +213,54 @@ def flatten_up_to(params: object, slot: object) -> list[Any]:
     return found
 
 
-def map_slots(function: Callable[[str, Any], Any], node: T) -> T:
-    """Rebuild a state, passing each slot through ``function(name, subtree)`` and keeping everything else."""
-    return _map_slots(function, node)  # type: ignore[no-any-return]
+def slots(state: object) -> list[tuple[str, Any]]:
+    """List the slots of a state at any depth, in order: the name of each, and its tree."""
+    found: list[tuple[str, Any]] = []
+    map_slots(lambda name, slot: found.append((name, slot)), state)
+    return found
 
 
-def _map_slots(function: Callable[[str, Any], Any], node: Any) -> Any:
-    marks = _SLOTS.get(type(node))
-    if marks is not None:
-        fields = [
-            function(name, getattr(node, name)) if is_slot else _map_slots(function, getattr(node, name))
-            for name, is_slot in marks.items()
-        ]
-        return type(node)(*fields)
-    if isinstance(node, tuple) and not hasattr(node, "_fields"):
-        return tuple(_map_slots(function, child) for child in node)
-    if isinstance(node, list):
-        return [_map_slots(function, child) for child in node]
-    if isinstance(node, dict):
-        return {key: _map_slots(function, child) for key, child in node.items()}
-    return node
+def map_values(
+    function: Callable[[str, list[Any]], Iterable[Any]], state: T, params: object, others: OnTensor | None = None
+) -> T:
+    """Rebuild a state, passing what each slot has for the leaves of ``params`` through ``function(name, values)``.
+
+    Args:
+        function: Returns as many values.
+        state: The state of an optimizer or a transform.
+        params: The parameters that it is of, or a tree of the same structure.
+        others: A function of the tensors that are in no slot; None: they stay.
+
+    Raises:
+        ValueError: A slot does not have the structure of ``params``.
+    """
+
+    def mapped(name: str, slot: Any) -> Any:
+        try:
+            values = flatten_up_to(params, slot)
+        except ValueError as error:
+            raise ValueError(f"state.{name}: structure differs from params: {error}") from None
+        return replace(params, function(name, values))
+
+    return map_slots(mapped, state, others)
+
+
+def map_slots(function: Callable[[str, Any], Any], state: T, others: OnTensor | None = None) -> T:
+    """Rebuild a state, passing each slot through ``function(name, slot)``, and other tensors through ``others``; None: they stay."""
+
+    def mapped(node: Any) -> Any:
+        marks = _SLOTS.get(type(node))
+        if marks is not None:
+            held = ((name, getattr(node, name), is_slot) for name, is_slot in marks.items())
+            return type(node)(*[function(name, child) if is_slot else mapped(child) for name, child, is_slot in held])
+        if isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
+            return type(node)([mapped(child) for child in node])
+        if isinstance(node, dict):
+            return {key: mapped(child) for key, child in node.items()}
+        return node if others is None else map(others, node)
+
+    rebuilt: T = mapped(state)
+    return rebuilt
 
 
 def places(state: object) -> dict[str, Any]:

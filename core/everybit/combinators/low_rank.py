@@ -126,7 +126,7 @@ class LowRank(Wrapping):
                 f"low_rank: got {self.transform!r}, which has weights for evaluation; accepted are transforms without. Put an average of"
                 " weights behind low_rank."
             )
-        packed = _map_values(inner, params, lambda value, p: _packed(value, self._names(p)))
+        packed = self._renamed(_packed, inner, params)
         return LowRankState(packed, tree.map(self.projection.first_bases, params))
 
     def update(
@@ -138,20 +138,22 @@ class LowRank(Wrapping):
         low: Any = tree.map(self.projection.down, updates, bases)
         # What looks at shapes alone is given others of them: weights may be elsewhere.
         low_params: Any = tree.map(self.projection.down, params, bases) if self.reads_weights else low
-        inner = _map_values(state.inner, params, lambda value, p: _unpacked(value, self._names(p)))
+        inner = self._renamed(_unpacked, state.inner, params)
 
         def back(g: Tensor, move: Any, basis: dict[str, Tensor]) -> Tensor:
             whole = self.projection.up(move, basis, g)
             return whole * scale if isinstance(move, dict) else whole
 
         def after(moves: Any, inner: Any) -> tuple[P, LowRankState[P]]:
-            packed = _map_values(inner, params, lambda value, p: _packed(value, self._names(p)))
+            packed = self._renamed(_packed, inner, params)
             return tree.map(back, updates, moves, bases), LowRankState(packed, stored)
 
         return enter(self.transform, low, inner, low_params, self._inside(ctx, params), after)
 
-    def _names(self, p: Tensor) -> list[str]:
-        return [part.name for part in self.projection.parts(p.shape)]
+    def _renamed(self, rename: Callable[[Any, list[str]], Any], inner: Any, params: Any) -> Any:
+        """Return a state with ``rename`` applied to each parameter's value of each slot."""
+        names = [[part.name for part in self.projection.parts(p.shape)] for p in tree.leaves(params)]
+        return tree.map_values(lambda _, values: [*map(rename, values, names)], inner, params)
 
     def _inside(self, ctx: Context, params: Any) -> Context:
         """Return the inner transform's context: projections draw the random bits of their matrices' first elements."""
@@ -170,16 +172,6 @@ class LowRank(Wrapping):
 
 def _evaluated(transform: Transform[Any], low: Any, inner: Any) -> list[Tensor]:
     return tree.leaves(eval_params(transform, low, inner))
-
-
-def _map_values(inner: Any, params: Any, function: Callable[[Any, Tensor], Any]) -> Any:
-    """Return a state with ``function`` applied to each parameter's value of each slot."""
-
-    def slot(_name: str, value: Any) -> Any:
-        values = tree.flatten_up_to(params, value)
-        return tree.replace(params, [function(one, p) for one, p in zip(values, tree.leaves(params), strict=True)])
-
-    return tree.map_slots(slot, inner)
 
 
 def _packed(value: Any, names: list[str]) -> Any:

@@ -117,14 +117,8 @@ class NamedOptimizer:
         Args:
             arguments: Hyperparameters; some choose the slots, such as ``momentum`` of :func:`everybit.sgd`.
         """
-        found: list[str] = []
-
-        def note(name: str, slot: object) -> object:
-            found.append(name)
-            return slot
-
-        tree.map_slots(note, self.function(**arguments).init(_example()))
-        return tuple(dict.fromkeys(found))
+        found = tree.slots(self.function(**arguments).init(_example()))
+        return tuple(dict.fromkeys(name for name, _ in found))
 
     def state_bytes(self, policy: Policy | PolicyName, params: object = None, **arguments: Any) -> dict[str, float]:
         """Return the bytes of state per parameter, by slot, without allocating them.

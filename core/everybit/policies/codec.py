@@ -159,11 +159,7 @@ class Codec:
         seen: dict[str, list[int]] = {}
         leaves = tree.leaves(self.params)
 
-        def one_slot(name: str, slot: Any) -> Any:
-            try:
-                found = tree.flatten_up_to(self.params, slot)
-            except ValueError as error:
-                raise ValueError(f"state.{name}: structure differs from params: {error}") from None
+        def one_slot(name: str, found: list[Any]) -> list[Any]:
             # A name that a parameter has twice draws two streams. Slots in which it has a hole do not count: an engine that steps it
             # without the transforms of other labels would draw other bits.
             counts = seen[name] = [
@@ -172,21 +168,16 @@ class Codec:
             ]
             by_count = {count: keys(name if count < 2 else f"{name}#{count}") for count in dict.fromkeys(counts)}
             own_keys = [by_count[count][index] for index, count in enumerate(counts)]
-            return tree.replace(
-                self.params,
-                [
-                    value
-                    if value is None
-                    else function(
-                        leaf, name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
-                    )
-                    for index, (leaf, value, one, key) in enumerate(
-                        zip(leaves, found, self.formats, own_keys, strict=True)
-                    )
-                ],
-            )
+            return [
+                value
+                if value is None
+                else function(
+                    leaf, name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
+                )
+                for index, (leaf, value, one, key) in enumerate(zip(leaves, found, self.formats, own_keys, strict=True))
+            ]
 
-        return tree.map_slots(one_slot, inner)
+        return tree.map_values(one_slot, inner, self.params)
 
 
 def _factors(value: dict[Any, Any], format: Format, where: Callable[[], str]) -> dict[str, Tensor]:

@@ -122,17 +122,12 @@ def require_cut(transform: Transform[Any], state: object, params: object) -> Non
     Raises:
         ValueError: The message names the slot.
     """
-
-    def look(name: str, slot: Any) -> Any:
+    for name, slot in tree.slots(state) if transform.cut == "element" else ():
         if any(isinstance(value, dict) for value in tree.flatten_up_to(params, slot)):
             raise ValueError(
                 f"{_name(transform)}.init: state.{name}: got factors, tensors by name that have other shapes than their parameter, of a"
                 " transform that says that parameters may be cut anywhere. Accepted is cut = 'tensor'."
             )
-        return slot
-
-    if transform.cut == "element":
-        tree.map_slots(look, state)
 
 
 def separated(state: S, params: object) -> S:

@@ -111,14 +111,9 @@ def fields(state: OptimizerState[Any]) -> list[Field]:
     if tree.leaves(state.extra):
         found.append(Field(WEIGHTS, state.extra, is_slot=True))
     name_of = _Names()
-
-    def slot(name: str, subtree: Any) -> Any:
-        unique = name_of(name)
-        if tree.leaves(subtree):
-            found.append(Field(unique, subtree, is_slot=True))
-        return None
-
-    counters = tree.map_slots(slot, state.inner)
+    slots = [Field(name_of(name), subtree, is_slot=True) for name, subtree in tree.slots(state.inner)]
+    found += [slot for slot in slots if tree.leaves(slot.value)]
+    counters = tree.map_slots(lambda *_: None, state.inner)
     paths = [f"{INNER}{path}" for path in tree.paths(counters)]
     return found + [Field(path, leaf, is_slot=False) for path, leaf in zip(paths, tree.leaves(counters), strict=True)]
 
@@ -227,22 +222,14 @@ def map_parts(
         on_shared: A function of a tensor that parameters share to a tensor.
     """
     name_of = _Names()
-    held: list[Any] = []
 
-    def mapped(name: str, subtree: Any) -> Any:
-        values = tree.flatten_up_to(params, subtree)
+    def mapped(name: str, values: list[Any]) -> list[Any]:
         known: Any = repeat(None) if stored is None else (specs(name, one) for one in stored)
-        return tree.replace(params, [_mapped_value(value, parts, on_part) for value, parts in zip(values, known)])  # noqa: B905
+        return [_mapped_value(value, parts, on_part) for value, parts in zip(values, known)]  # noqa: B905
 
-    def slot(name: str, subtree: Any) -> Any:
-        held.append(mapped(name_of(name), subtree))
-        return None
-
-    # Slots out, the rest mapped, slots back in, in the same order.
-    rest = tree.map(on_shared, tree.map_slots(slot, state.inner))
-    again = iter(held)
-    inner = tree.map_slots(lambda _name, _slot: next(again), rest)
-    return OptimizerState(on_shared(state.step), mapped(WEIGHTS, state.extra), inner)
+    extra = tree.replace(params, mapped(WEIGHTS, tree.flatten_up_to(params, state.extra)))
+    inner = tree.map_values(lambda name, values: mapped(name_of(name), values), state.inner, params, on_shared)
+    return OptimizerState(on_shared(state.step), extra, inner)
 
 
 def _mapped_value(value: Any, parts: tuple[PartSpec, ...] | None, on_part: OnPart) -> Any:

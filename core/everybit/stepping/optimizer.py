@@ -102,49 +102,47 @@ class Optimizer(Generic[S]):
     ``step`` decodes the stored tensors, runs the transform in the compute dtype, adds the update and encodes: one rounding per tensor and
     step, and the moments just computed are used unrounded. It mutates no tensor. It comes last, and is not a :class:`Transform` that could
     be chained.
+
+    Attributes:
+        transform: What computes updates.
+        policy: How everything is stored.
+        seed: Of the bits that stochastic rounding draws.
+        unsafe: What is done about a policy that cannot work for the transform.
+        cut: How finely the parameters may be cut.
+        reduces: Whether a step makes requests.
+        per_tensor: Whether a step uses ``ctx.per_tensor``.
+        needs_whole: Whether the transform, or one inside it, must see whole tensors; see :func:`~everybit.combinators.needs_whole_tensors`.
+        draws: Whether the transform draws random bits, beside those by which formats round.
+        draws_bits: Whether a step needs the elements' indices: the policy rounds stochastically, or the transform draws.
+        periods: The periods of the work that is done every few steps only, in ascending order.
     """
 
     transform: Transform[S]
     policy: AnyPolicy
     seed: int | Tensor = 0
     unsafe: Unsafe = field(default="allow", compare=False, repr=False)
+    cut: Cut = field(init=False, compare=False, repr=False)
+    reduces: bool = field(init=False, compare=False, repr=False)
+    per_tensor: bool = field(init=False, compare=False, repr=False)
+    needs_whole: bool = field(init=False, compare=False, repr=False)
+    draws: bool = field(init=False, compare=False, repr=False)
+    draws_bits: bool = field(init=False, compare=False, repr=False)
+    periods: tuple[int, ...] = field(init=False, compare=False, repr=False)
     found: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Results of :func:`~everybit.base.memo.once`."""
 
-    @property
-    def cut(self) -> Cut:
-        """How finely the parameters may be cut."""
-        return "tensor" if isinstance(self.policy, ByLabel) else self.transform.cut
-
-    @property
-    def reduces(self) -> bool:
-        """Whether a step makes requests."""
-        return once(self, "reduces", lambda: self.transform.reduces)
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether a step uses ``ctx.per_tensor``."""
-        return once(self, "per_tensor", lambda: any_per_tensor([self.transform]))
-
-    @property
-    def needs_whole(self) -> bool:
-        """Whether the transform, or one inside it, must see whole tensors; see :func:`~everybit.combinators.needs_whole_tensors`."""
-        return once(self, "needs_whole", lambda: needs_whole_tensors(self.transform))
-
-    @property
-    def draws(self) -> bool:
-        """Whether the transform draws random bits, beside those by which formats round."""
-        return once(self, "draws", lambda: any_draws([self.transform]))
-
-    @property
-    def draws_bits(self) -> bool:
-        """Whether a step needs the elements' indices: the policy rounds stochastically, or the transform draws."""
-        return self.draws or draws_bits(self.policy)
-
-    @property
-    def periods(self) -> tuple[int, ...]:
-        """The periods of the work that is done every few steps only, in ascending order."""
-        return once(self, "periods", lambda: periods(self.transform))
+    def __post_init__(self) -> None:
+        found: dict[str, Any] = {
+            "cut": "tensor" if isinstance(self.policy, ByLabel) else self.transform.cut,
+            "reduces": self.transform.reduces,
+            "per_tensor": any_per_tensor([self.transform]),
+            "needs_whole": needs_whole_tensors(self.transform),
+            "draws": any_draws([self.transform]),
+            "periods": periods(self.transform),
+        }
+        found["draws_bits"] = found["draws"] or draws_bits(self.policy)
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     def due(self, step: int) -> tuple[tuple[int, bool], ...]:
         """Decide on the host which periodic work is due at an update, for the ``due`` of :class:`~everybit.Context`.
@@ -207,8 +205,7 @@ class Optimizer(Generic[S]):
         """Require the decay rates of slots in formats that cannot follow every rate."""
         if self.unsafe == "allow":
             return
-        slots: list[str] = []
-        tree.map_slots(lambda name, _slot: slots.append(name), inner)
+        slots = [name for name, _ in tree.slots(inner)]
         for policy in policies_of(self.policy):
             for name in undeclared_slots(policy, slots, decays(self.transform)):
                 _object(
@@ -499,11 +496,7 @@ def nbytes(values: object) -> int:
 def state_bytes(inner: object, *, counters: int = 0) -> dict[str, int]:
     """Bytes of a transform's state by slot name, and of everything else as ``counters``."""
     table: dict[str, int] = {}
-
-    def count(name: str, slot: Any) -> Any:
+    for name, slot in tree.slots(inner):
         table[name] = table.get(name, 0) + nbytes(slot)
-        return slot
-
-    tree.map_slots(count, inner)
     table["counters"] = counters + nbytes(inner) - sum(table.values())
     return table

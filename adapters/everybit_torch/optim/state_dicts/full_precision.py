@@ -12,7 +12,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import torch_dtype
 from everybit.stepping import OptimizerState
-from everybit.stepping.entries import WEIGHTS, entries
+from everybit.stepping.entries import WEIGHTS, Entry, entries
 from everybit_torch.dtensors import like, local
 from everybit_torch.optim.parameters import Parameters, shown
 from everybit_torch.optim.visiting import Visited
@@ -92,8 +92,11 @@ def load_all(parameters: Parameters, given: Given) -> None:
     """Write entries of state, as stored. Parameters without any are as before their first step."""
     parameters.come_apart_by_shared(given)
     for own in parameters.own():
-        _load(own.segment(), given.get(id(own.parameter)))
-
+        values = given.get(id(own.parameter))
+        if values is None:
+            _load(own.segment(), None)
+        else:
+            _fill(own.entries(), values)
     for visiting in parameters.visiting:
         visiting.take(given, _load, entries_of, weights=any(id(one.parameter) not in given for one in visiting.members))
 
@@ -191,11 +194,14 @@ def _load(segment: Segment, given: Mapping[str, Tensor] | None) -> None:
     """Write entries of a segment's state, as stored; None: it is as before its first step."""
     if given is None:
         write(segment.state, Segment.new(segment.optimizer, segment.tensor, segment.first).state)
-        return
-    held = entries_of(segment)
-    for name, value in given.items():
-        if name in held:
-            held[name].copy_(local(value).reshape(held[name].shape))
+    else:
+        _fill(segment.entries(), given)
+
+
+def _fill(state: Iterable[tuple[Entry, Tensor]], given: Mapping[str, Tensor]) -> None:
+    for entry, held in state:
+        if entry.name in given:
+            held.copy_(local(given[entry.name]).reshape(held.shape))
 
 
 def _encode(segment: Segment, given: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, RoundingLoss]]:

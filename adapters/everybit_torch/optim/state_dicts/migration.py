@@ -151,17 +151,10 @@ def _key(name: str, is_slot: bool) -> tuple[str, bool]:
 def _assemble(shadow: OptimizerState[Any], named: Sequence[Field], values: Mapping[str, Any]) -> OptimizerState[Any]:
     """A state nested as ``shadow`` is, with these entries."""
     slots = iter([values[name] for name, _, is_slot in named if is_slot and name != WEIGHTS])
-    counts = [values[name] for name, _, is_slot in named if not is_slot and name != STEP]
-
-    def held(subtrees: Iterator[Any], subtree: Any) -> Any:
-        return next(subtrees) if eb.tree.leaves(subtree) else subtree
-
-    # Slots out, counts replaced, slots back in.
-    without = eb.tree.replace(eb.tree.map_slots(lambda *_: None, shadow.inner), counts)
-    kept: list[Any] = []
-    eb.tree.map_slots(lambda _, subtree: kept.append(held(slots, subtree)), shadow.inner)
-    again = iter(kept)
-    inner = eb.tree.map_slots(lambda *_: next(again), without)
+    counts = iter([values[name] for name, _, is_slot in named if not is_slot and name != STEP])
+    inner = eb.tree.map_slots(
+        lambda _, slot: next(slots) if eb.tree.leaves(slot) else slot, shadow.inner, lambda _: next(counts)
+    )
     return OptimizerState(values[STEP], values.get(WEIGHTS, shadow.extra), inner)
 
 

@@ -73,15 +73,10 @@ def flattened(values: object) -> Tensor:
 def stored_slots(params: object, state: OptimizerState[Any]) -> dict[str, list[Tensor]]:
     """Each slot's parts, and those of the parameters, laid end to end."""
     found: dict[str, list[Tensor]] = {}
-
-    def note(name: str, slot: Any) -> Any:
+    for name, slot in [("extra", state.extra), *tree.slots(state.inner)]:
         values = [one for one in tree.flatten_up_to(params, slot) if one is not None]
         each = [x for one in values for x in (one.values() if isinstance(one, dict) else [one])]
         stored = [one if isinstance(one, tuple) else (one,) for one in each]
         key = f"{name}#{len(found)}"
         found[key] = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*stored, strict=True)]
-        return slot
-
-    note("extra", state.extra)
-    tree.map_slots(note, state.inner)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import everybit as eb
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.dtensors import local, row_edges
-from everybit_torch.optim.visits import Visitor, Visits, shared_out
+from everybit_torch.optim.visits import Visitor, Visits, entries_of, shared_out
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.totals import Work, find_totals
 from tests.support.exact_models import mesh_of, weights_of
@@ -111,8 +111,8 @@ def visiting(
     if begun is not None:
         rows = [{key: own_rows(x, shards) for key, x in state.items()} for state in begun[1]]
         with pytest.raises(ValueError, match=r"^state of parameter 1, .*: got nothing; accepted is"):
-            visits.load([rows[0], {}, *rows[2:]])
-        visits.load(rows)
+            visits.take([rows[0], {}, *rows[2:]], entries_of, write, weights=False)
+        visits.take(rows, entries_of, write, weights=False)
     for step in steps:
         grads: list[Tensor | None] = []
         for p, whole in zip(model.parameters(), gradients(step, name, torch.bfloat16), strict=True):
@@ -130,7 +130,12 @@ def visiting(
                 work.append(Work(segment, grad, axis=axis))
             totals = find_totals(work)[0]
         visits.step(grads, lambda segment, grad, totals=totals: segment.step(grad, totals, due=segment.due()))  # type: ignore[misc]
-    return weights_of(model), visits.state()
+    return weights_of(model), visits.hand_out(entries_of, weights=False)
+
+
+def write(segment: Segment, values: Mapping[str, Tensor]) -> None:
+    for name, held in entries_of(segment).items():
+        held.copy_(values[name])
 
 
 def own_rows(whole: Tensor, shards: Communicator) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from everybit_torch.checkpoint.boxes import Box, boxes
-from everybit_torch.dtensors import local
-from everybit_torch.torch_internals.dtensors import offset_of_local_part
+from everybit_torch.torch_internals.dtensors import local_part, offset_of_local_part
 from everybit_torch.torch_internals.tensors import wrapper
 
 # A program that saves or loads has imported these. They take longer than torch.distributed, and a stepper need not wait for them.
@@ -26,9 +25,12 @@ class ShardTensor(torch.Tensor):
 
     ``torch.distributed.checkpoint`` saves and loads it, in any other cut too. No communication is needed: the cut follows from the
     layout. It cannot be computed with.
+
+    Attributes:
+        local: The elements that are here, 1-d.
     """
 
-    _local: Tensor
+    local: Tensor
     _low: int
     _boxes: list[Box]
 
@@ -41,7 +43,7 @@ class ShardTensor(torch.Tensor):
         Loading writes into ``local``.
         """
         whole: ShardTensor = wrapper(cls, shape, dtype=local.dtype, device=local.device)
-        whole._local, whole._low = local, low
+        whole.local, whole._low = local, low
         whole._boxes = boxes(shape, low, low + local.numel()) if found is None else found
         return whole
 
@@ -52,7 +54,7 @@ class ShardTensor(torch.Tensor):
         Raises:
             ValueError: The part does not lie in a row, so that loading could not write into it.
         """
-        part, offsets = local(x).detach(), offset_of_local_part(x)
+        part, offsets = local_part(x).detach(), offset_of_local_part(x)
         if not part.is_contiguous():
             raise ValueError(
                 f"a part of shape {tuple(part.shape)} of a DTensor has strides {part.stride()}; accepted are contiguous parts."
@@ -67,7 +69,7 @@ class ShardTensor(torch.Tensor):
         return ShardTensor(local, self.shape, self._low, self._boxes)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        high = self._low + self._local.numel()
+        high = self._low + self.local.numel()
         return f"ShardTensor({tuple(self.shape)}, {self.dtype}, elements {self._low} to {high})"
 
     @classmethod
@@ -80,21 +82,16 @@ class ShardTensor(torch.Tensor):
         aten = torch.ops.aten
         if function in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             (shard,) = args
-            held: ShardTensor = shard.holding(function(shard._local, **(kwargs or {})))
+            held: ShardTensor = shard.holding(function(shard.local, **(kwargs or {})))
             return held
         raise TypeError(
             f"{function}: a ShardTensor is a part of a tensor, to be saved or loaded; nothing is computed with it."
         )
 
-    @property
-    def local(self) -> Tensor:
-        """The elements that are here, 1-d."""
-        return self._local
-
     def views(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """The boxes of the whole that are here: the offsets of each, and its elements as a view."""
         return [
-            (box.offsets, self._local[box.start : box.start + math.prod(box.sizes)].view(box.sizes))
+            (box.offsets, self.local[box.start : box.start + math.prod(box.sizes)].view(box.sizes))
             for box in self._boxes
         ]
 
@@ -110,7 +107,7 @@ class ShardTensor(torch.Tensor):
                 index=MetadataIndex(fqn, torch.Size(box.offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=_chunk(box), properties=TensorProperties.create_from_tensor(self._local), size=self.shape
+                    chunk=_chunk(box), properties=TensorProperties.create_from_tensor(self.local), size=self.shape
                 ),
             )
             for box in self._boxes

@@ -175,29 +175,12 @@ class Visits:
 
     # -- state ----------------------------------------------------------------------------------------------------------------------
 
-    def state(self) -> list[dict[str, Tensor]]:
-        """Return this rank's rows of each parameter's state by name; a number is whole on every rank. Every rank has to call it.
-
-        A tensor is cut along its own first dimension, as ``torch.chunk`` cuts: so any number of ranks can put it together.
-        """
-        return self.hand_out(entries_of, weights=False)
-
-    def load(self, state: Sequence[Mapping[str, Tensor]]) -> None:
-        """Give the owners the state of which ranks have rows, in the form of :meth:`state`. Every rank has to call it.
-
-        Raises:
-            ValueError: A name is missing, or rows have another shape or dtype. No rank's state is changed.
-        """
-
-        def write(segment: Segment, values: Mapping[str, Tensor]) -> None:
-            for name, held in entries_of(segment).items():
-                held.copy_(values[name])
-
-        self.take(state, entries_of, write, weights=False)
-
     @torch.no_grad()
     def hand_out(self, of: Of, *, weights: bool) -> list[dict[str, Tensor]]:
         """Compute tensors of each whole parameter at its owner, and return this rank's rows of them. Every rank has to call it.
+
+        A tensor is cut along its own first dimension, as ``torch.chunk`` cuts, so that any number of ranks can put it together. A number
+        is whole on every rank.
 
         Args:
             of: Computes them, by name. It is called for meta tensors, too, to learn their shapes.

@@ -247,20 +247,19 @@ def map_values(
 
 def map_slots(function: Callable[[str, Any], Any], state: T, others: OnTensor | None = None) -> T:
     """Rebuild a state, passing each slot through ``function(name, slot)``, and other tensors through ``others``; None: they stay."""
-
-    def mapped(node: Any) -> Any:
-        marks = _SLOTS.get(type(node))
-        if marks is not None:
-            held = ((name, getattr(node, name), is_slot) for name, is_slot in marks.items())
-            return type(node)(*[function(name, child) if is_slot else mapped(child) for name, child, is_slot in held])
-        if isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
-            return type(node)([mapped(child) for child in node])
-        if isinstance(node, dict):
-            return {key: mapped(child) for key, child in node.items()}
-        return node if others is None else map(others, node)
-
-    rebuilt: T = mapped(state)
-    return rebuilt
+    rebuilt: Any
+    if (marks := _SLOTS.get(type(state))) is not None:
+        held = ((name, getattr(state, name), is_slot) for name, is_slot in marks.items())
+        children = [function(name, x) if is_slot else map_slots(function, x, others) for name, x, is_slot in held]
+        rebuilt = type(state)(*children)
+    elif isinstance(state, (tuple, list)) and not hasattr(state, "_fields"):
+        rebuilt = type(state)([map_slots(function, child, others) for child in state])
+    elif isinstance(state, dict):
+        rebuilt = {key: map_slots(function, child, others) for key, child in state.items()}
+    else:
+        rebuilt = state if others is None else map(others, state)
+    found: T = rebuilt
+    return found
 
 
 def places(state: object) -> dict[str, Any]:

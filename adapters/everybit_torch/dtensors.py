@@ -7,31 +7,19 @@ there. So a step works on local tensors, and only states that are shown, saved o
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from everybit_torch.collectives import Communicator, GroupAxis
-from everybit_torch.torch_internals.dtensors import local_part, offset_of_local_part, shape_of_local_part
+from everybit_torch.torch_internals.dtensors import is_dtensor, local, offset_of_local_part, shape_of_local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-
-def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, as FSDP2's are. Their module, which imports slowly, is not imported to find out."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
-
-
-def local(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: a plain tensor over the same memory."""
-    return local_part(x) if is_dtensor(x) else x
 
 
 def like(parameter: Tensor, part: Tensor, shape: Sequence[int] | None = None) -> Tensor:

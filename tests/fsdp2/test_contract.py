@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import everybit as eb
 from everybit.policies import EXACT_BF16, LEAN_BF16
 from everybit_torch import AdamW, FlatStepper, NonFinite, evaluation_weights
-from everybit_torch.dtensors import local
+from everybit_torch.torch_internals.dtensors import local
 from tests.support.exact_models import Cell, Cells, mesh_of, train, train_alone, weights_of
 from tests.support.ranks import RankFailedError, run
 from tests.support.weights import Weights, equal

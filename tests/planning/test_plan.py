@@ -17,13 +17,13 @@ from torch import nn
 import everybit as eb
 from everybit.stepping import nbytes, state_bytes
 from everybit_torch.collectives.reduction import CHUNK
-from everybit_torch.dtensors import local
 from everybit_torch.fsdp2.stepper import FSDP2Stepper
 from everybit_torch.planning.plan import plan
 from everybit_torch.planning.report import in_order
 from everybit_torch.segments.segment import piece_size
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
+from everybit_torch.torch_internals.dtensors import local
 from tests.support.allocations import counting
 from tests.support.exact_models import Cell, Cells, mesh_of, train
 from tests.support.programs import FLAT, Block, on_a_mesh, on_buffers

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
 from everybit_torch.checkpoint.sharded import load_sharded, load_sharded_into, save_sharded
-from everybit_torch.dtensors import local
 from everybit_torch.fsdp2.exact_reduce_scatter import ExactReduceScatter
 from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.torch_internals.dtensors import local
 from tests.support.exact_models import whole_of
 from tests.support.programs import Block, Network, data, network
 from tests.support.ranks import run

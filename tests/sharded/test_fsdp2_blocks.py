@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer, nonfinite_state
 from everybit_torch.checkpoint.sharded import load_sharded_into, save_sharded
-from everybit_torch.dtensors import local
 from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.torch_internals.dtensors import local
 from tests.support.ranks import run
 
 Shapes = tuple[tuple[int, ...], ...]

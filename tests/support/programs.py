@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch.dtensors import local
 from everybit_torch.flat.stepper import BufferStepper
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
+from everybit_torch.torch_internals.dtensors import local
 from tests.support import exact_models
 
 FLAT: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads")

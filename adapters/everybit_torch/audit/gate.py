@@ -10,7 +10,7 @@ from torch import nn
 from everybit_torch.audit.layers import Audit, LayerAudit, worst
 from everybit_torch.audit.steps import nonfinite
 from everybit_torch.audit.verdict import judge
-from everybit_torch.dtensors import local
+from everybit_torch.torch_internals.dtensors import local
 
 LAYERS = 5
 """The number of layers that are named: those that miss most, by their elements."""

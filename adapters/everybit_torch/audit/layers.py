@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.audit.steps import After, Audited, Before, audited, nonfinite, whole
-from everybit_torch.dtensors import is_dtensor
 from everybit_torch.optim import TorchOptimizer
+from everybit_torch.torch_internals.dtensors import is_dtensor
 
 FORMAT = 1
 

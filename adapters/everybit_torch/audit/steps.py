@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.policies import short
 from everybit.stepping.entries import WEIGHTS
-from everybit_torch.dtensors import is_dtensor
 from everybit_torch.optim import TorchOptimizer, parameters_of
+from everybit_torch.torch_internals.dtensors import is_dtensor
 
 LOW = (torch.bfloat16, torch.float16)
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from everybit.stepping.entries import Entry, former_names
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
-from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.flat import BufferStepper, Place
 from everybit_torch.fsdp2 import FSDP2Stepper
 from everybit_torch.optim import TorchOptimizer, load_all
+from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 Flat = dict[str, Tensor]
 

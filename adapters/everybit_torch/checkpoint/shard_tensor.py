@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everybit_torch.checkpoint.boxes import Box, boxes
-from everybit_torch.torch_internals.dtensors import local_part, offset_of_local_part
+from everybit_torch.torch_internals.dtensors import local, offset_of_local_part
 from everybit_torch.torch_internals.tensors import wrapper
 
 # A program that saves or loads has imported these. They take longer than torch.distributed, and a stepper need not wait for them.
@@ -54,7 +54,7 @@ class ShardTensor(torch.Tensor):
         Raises:
             ValueError: The part does not lie in a row, so that loading could not write into it.
         """
-        part, offsets = local_part(x).detach(), offset_of_local_part(x)
+        part, offsets = local(x).detach(), offset_of_local_part(x)
         if not part.is_contiguous():
             raise ValueError(
                 f"a part of shape {tuple(part.shape)} of a DTensor has strides {part.stride()}; accepted are contiguous parts."

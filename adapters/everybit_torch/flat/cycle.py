@@ -16,13 +16,13 @@ from everybit.base import FloatDType, barriers
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.staging import StagingMemory
 from everybit_torch.collectives import Communicator, GroupAxis
-from everybit_torch.dtensors import local
 from everybit_torch.flat.norm_partials import Squares
 from everybit_torch.flat.optimizer import ShareOptimizer
 from everybit_torch.routing import Routed
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport, count_nonfinite
 from everybit_torch.sharded.step_checks import Completeness
+from everybit_torch.torch_internals.dtensors import local
 from everybit_torch.torch_internals.optimizers import note_step
 from everybit_torch.training.evaluation import evaluation_weights
 

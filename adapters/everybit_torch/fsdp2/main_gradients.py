@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.collectives import Communicator, FusedSum, Grads, Mode, accumulate, cast, reduce_scatter_into
-from everybit_torch.dtensors import local
 from everybit_torch.fsdp2.units import Unit
 from everybit_torch.sharded.reports import count_nonfinite
 from everybit_torch.torch_internals.autograd import weakly
+from everybit_torch.torch_internals.dtensors import local
 from everybit_torch.torch_internals.fsdp import ReduceScatter
 
 

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from everybit.base import dtype_name
 from everybit.policies import LOW, resolve
 from everybit_torch.collectives import Communicator, Grads, Mesh, communicators
-from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.fsdp2.units import Unit, homes_of, is_sharded, require_shardable, shard, sharded_modules, units_of
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, Transforms, label_parameters
 from everybit_torch.sharded.models import find_units, ignored_ids, require_model, require_some
 from everybit_torch.sharded.options import StepperOptions
+from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 import everybit as eb
 from everybit.formats.blockwise import spread, unpacked
 from everybit.stepping.entries import STEP, WEIGHTS
-from everybit_torch.dtensors import is_dtensor
 from everybit_torch.optim import (
     RoundingLoss,
     Saved,
@@ -29,6 +28,7 @@ from everybit_torch.optim import (
     shown,
 )
 from everybit_torch.optim.state_dicts import loading
+from everybit_torch.torch_internals.dtensors import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)

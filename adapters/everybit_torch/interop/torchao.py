@@ -15,7 +15,6 @@ from torch import Tensor
 
 import everybit as eb
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.dtensors import is_dtensor
 from everybit_torch.interop.quantized import (
     AGREEING,
     Quantized,
@@ -30,6 +29,7 @@ from everybit_torch.interop.quantized import (
     with_step,
 )
 from everybit_torch.optim import RoundingLoss, TorchOptimizer
+from everybit_torch.torch_internals.dtensors import is_dtensor
 
 _SLOTS = {"exp_avg": "momentum", "exp_avg_sq": "variance", "max_exp_avg_sq": "max_variance"}
 

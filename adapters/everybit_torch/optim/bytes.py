@@ -7,10 +7,10 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import torch_dtype
 from everybit.stepping import state_bytes
-from everybit_torch.dtensors import local
 from everybit_torch.optim.parameters import Parameters
 from everybit_torch.optim.states import UNUSED, ParameterState
 from everybit_torch.segments import Segment
+from everybit_torch.torch_internals.dtensors import local
 
 
 def _add_state(table: dict[str, int], segment: Segment) -> None:

@@ -18,11 +18,11 @@ from everybit.base import require
 from everybit.stepping import Metrics
 from everybit_torch import clipping, streams
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.dtensors import is_dtensor
 from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.optim.parameters import Stepped
 from everybit_torch.optim.stepping import Task, added, gradients, step_one
 from everybit_torch.torch_internals import autograd
+from everybit_torch.torch_internals.dtensors import is_dtensor
 from everybit_torch.torch_internals.optimizers import leave_scaling_to_step
 
 

@@ -17,7 +17,6 @@ from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.compiled import Factory
-from everybit_torch.dtensors import is_dtensor
 from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
 from everybit_torch.optim import evaluating, hyperparameters, param_groups, stepping
@@ -34,6 +33,7 @@ from everybit_torch.optim.states import ParameterState, States, state_replaced
 from everybit_torch.segments import Compile, require_compile
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals import optimizers as torch_optimizers
+from everybit_torch.torch_internals.dtensors import is_dtensor
 
 
 class TorchOptimizer(torch_optimizers.Optimizer):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from everybit.base import dtype_name, torch_dtype
 from everybit.policies import AnyPolicy, describe, for_dtype, native
-from everybit_torch.dtensors import is_dtensor
 from everybit_torch.label_resolution import Tree, resolve_parameters, tree_of
 from everybit_torch.optim.state_dicts.saved_structure import shown
+from everybit_torch.torch_internals.dtensors import is_dtensor
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 

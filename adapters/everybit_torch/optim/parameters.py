@@ -13,17 +13,7 @@ import everybit as eb
 from everybit.policies import block_of
 from everybit.stepping.entries import Entry
 from everybit_torch.collectives import GroupAxis
-from everybit_torch.dtensors import (
-    RowShards,
-    axis_of,
-    bits_of,
-    first_element,
-    is_dtensor,
-    is_primary_copy,
-    like,
-    local,
-    mesh_of,
-)
+from everybit_torch.dtensors import RowShards, axis_of, bits_of, first_element, is_primary_copy, like, mesh_of
 from everybit_torch.label_resolution import Decision
 from everybit_torch.memory import has_repeated_elements
 from everybit_torch.optim.groups import Group, Optimizers
@@ -44,6 +34,7 @@ from everybit_torch.segments import (
     neighbours,
     upper_words,
 )
+from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

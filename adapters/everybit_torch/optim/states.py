@@ -18,7 +18,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.stepping.entries import INNER, STEP, WEIGHTS
-from everybit_torch.dtensors import local
+from everybit_torch.torch_internals.dtensors import local
 
 UNUSED = "unused."
 """Before the name of an entry that the present hyperparameters do not need, such as SGD's momentum after ``momentum`` became 0."""

@@ -12,12 +12,13 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.stepping import Metrics
-from everybit_torch.dtensors import axis_of, is_primary_copy, local, mesh_of
+from everybit_torch.dtensors import axis_of, is_primary_copy, mesh_of
 from everybit_torch.host_counts import Due
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.visiting import Visited, Visiting
 from everybit_torch.segments import Partial, Segment, Work, find_totals
 from everybit_torch.streams import is_capturing
+from everybit_torch.torch_internals.dtensors import local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

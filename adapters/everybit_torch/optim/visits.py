@@ -21,8 +21,9 @@ from torch import Tensor
 import everybit as eb
 from everybit.combinators import step_cost
 from everybit_torch.collectives import AllToAll, Communicator
-from everybit_torch.dtensors import local, row_edges
+from everybit_torch.dtensors import row_edges
 from everybit_torch.segments import Segment
+from everybit_torch.torch_internals.dtensors import local
 
 ROUND = 1 << 24
 """Elements for each owner that travel in a round, or one parameter, if that is larger."""

@@ -13,9 +13,9 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import Entry, cut
-from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.single import Places, Single, dtype_of, shares_numbers
+from everybit_torch.torch_internals.dtensors import is_dtensor, local
 from everybit_torch.torch_internals.tensors import foreach_copy
 
 SHORT = 1 << 16

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.stepping.entries import Entry
-from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
+from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 
 class Single:

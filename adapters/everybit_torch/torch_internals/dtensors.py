@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,9 +13,20 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def local_part(x: DTensor) -> Tensor:
-    """This rank's part of a DTensor: a plain tensor over the same memory. Without torch's attribute by ``to_local()``, which is slower."""
-    part = getattr(x, "_local_tensor", None)
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor, as FSDP2's are. Their module, which imports slowly, is not imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: a plain tensor over the same memory.
+
+    Without torch's attribute it is that of ``to_local()``, which is slower.
+    """
+    if not is_dtensor(x):
+        return x
+    part: Tensor | None = getattr(x, "_local_tensor", None)
     if part is None:
         with torch.no_grad():
             part = x.to_local()

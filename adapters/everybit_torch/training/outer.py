@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.policies import PolicyOrName
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.optim import TorchOptimizer
+from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch.dtensors import is_dtensor
+from everybit_torch.torch_internals.dtensors import is_dtensor
 
 
 @contextmanager

@@ -13,11 +13,12 @@ import everybit as eb
 from everybit.base import torch_dtype
 from everybit.stepping import OptimizerState
 from everybit.stepping.entries import WEIGHTS, Entry, entries
-from everybit_torch.dtensors import like, local
+from everybit_torch.dtensors import like
 from everybit_torch.optim.parameters import Parameters, shown
 from everybit_torch.optim.visiting import Visited
 from everybit_torch.optim.visits import entries_of
 from everybit_torch.segments import Segment, write
+from everybit_torch.torch_internals.dtensors import local
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from torch import Tensor
 from everybit.base import at
 from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch.arguments import as_python, differ
-from everybit_torch.dtensors import local
 from everybit_torch.optim.groups import Optimizers
 from everybit_torch.optim.hyperparameters import require_same_decisions, start_with
 from everybit_torch.optim.interfaces import Front
@@ -27,6 +26,7 @@ from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import Saved, copied, names, shown
 from everybit_torch.optim.state_dicts.state_schema import Kind, expectations, require_entry
 from everybit_torch.optim.states import KEPT, is_own_name
+from everybit_torch.torch_internals.dtensors import local
 
 _TORCHS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"})
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import torch_dtype
 from everybit.stepping.entries import WEIGHTS, former_names
-from everybit_torch.dtensors import fits_in, is_cut_evenly, is_dtensor, local, saved_dtypes
+from everybit_torch.dtensors import fits_in, is_cut_evenly, saved_dtypes
 from everybit_torch.label_resolution import applied
 from everybit_torch.memory import has_memory
 from everybit_torch.optim.groups import Optimizers
@@ -21,6 +21,7 @@ from everybit_torch.optim.planned import Plan
 from everybit_torch.optim.state_dicts.migration import skeleton
 from everybit_torch.optim.state_dicts.saved_structure import shown
 from everybit_torch.segments import Segment
+from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 LARGEST_COUNT = 2**53
 """Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here

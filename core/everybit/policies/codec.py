@@ -12,7 +12,9 @@ from torch import Tensor
 from everybit.base import (
     FLOAT_DTYPES,
     Blocks,
+    ComputeDType,
     FirstElement,
+    FloatDType,
     Key,
     Lane,
     Numbering,
@@ -29,6 +31,12 @@ from everybit.policies.policy import Resolved
 
 P = TypeVar("P")
 S = TypeVar("S")
+
+_ACCEPTED: dict[ComputeDType, dict[torch.dtype, FloatDType]] = {
+    "float64": {torch_dtype(one): one for one in FLOAT_DTYPES},
+    "float32": {torch_dtype(one): one for one in FLOAT_DTYPES[1:]},
+}
+"""The dtypes of gradients, by that in which they are computed with."""
 
 # The two moments of one optimizer are rounded with the two halves of one word.
 _HALVES: dict[str, Literal[0, 1]] = {"momentum": 0, "variance": 1}
@@ -222,13 +230,13 @@ def widened(grads: P, params: P, formats: list[Resolved], *, name: str = "grads"
     # By the parameters' order: the keys of a dict may come in another.
     for index, (grad, one) in enumerate(zip(tree.flatten_up_to(params, grads), formats, strict=True)):
         compute = one.policy.compute
-        accepted = FLOAT_DTYPES if compute == "float64" else FLOAT_DTYPES[1:]
-        if grad.layout is not torch.strided or not any(grad.dtype is torch_dtype(dtype) for dtype in accepted):
+        accepted = _ACCEPTED[compute]
+        if grad.layout is not torch.strided or grad.dtype not in accepted:
             path = f"{name}{tree.paths(params)[index]}"
             kind = f"a {grad.layout} tensor" if grad.layout is not torch.strided else str(grad.dtype)
             raise TypeError(
                 f"{path}: got {kind} with Policy.compute={compute!r}; accepted are dense, real floating-point tensors:"
-                f" {', '.join(accepted)}."
+                f" {', '.join(accepted.values())}."
             )
         wide.append(_as_stored(grad).to(one.wide))
     return tree.replace(params, wide)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import torch_dtype
-from everybit.stepping.entries import WEIGHTS, former_names
+from everybit.policies import Resolved
+from everybit.stepping.entries import WEIGHTS, Entry, former_names
 from everybit_torch.dtensors import fits_in, is_cut_evenly, saved_dtypes
 from everybit_torch.label_resolution import applied
 from everybit_torch.memory import has_memory
@@ -70,16 +71,16 @@ def expectations(
     known: dict[Any, dict[str, Kind]] = {}
     made: dict[Any, eb.Optimizer[Any]] = {}
     wanted: list[tuple[Tensor, eb.Optimizer[Any]]] = []
-    for own in parameters.own():
-        stepped = own.stepped
-        base = optimizers[stepped.group.number][own.parameter.dtype]
+    for stepped in parameters.stepped:
+        base = optimizers[stepped.group.number][stepped.dtype]
         key = (id(base), stepped.decision)
         if key not in made:
             made[key] = applied(base, stepped.decision)
-        if skeleton(made[key].transform) == skeleton(stepped.optimizer.transform):
-            found[id(own.parameter)] = _kinds(own.parameter, own.segment(), full=full)
-        else:
-            wanted.append((own.parameter, made[key]))
+        if skeleton(made[key].transform) != skeleton(stepped.optimizer.transform):
+            wanted += [(parameter, made[key]) for parameter in stepped.of.parameters]
+            continue
+        for number, parameter in enumerate(stepped.of.parameters):
+            found[id(parameter)] = _kinds(parameter, stepped.of.segment.stored, stepped.of.entries(number), full=full)
     for member in parameters.visited():
         base = optimizers[member.group.number][member.parameter.dtype]
         wanted.append((member.parameter, applied(base, member.decision)))
@@ -88,16 +89,15 @@ def expectations(
         kind = (id(optimizer), parameter.shape, parameter.dtype)
         if kind not in known:
             like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            whole = optimizer.needs_whole
-            known[kind] = _kinds(parameter, Segment.new(optimizer, like if whole else like.view(-1)), full=full)
+            segment = Segment.new(optimizer, like if optimizer.needs_whole else like.view(-1))
+            known[kind] = _kinds(parameter, segment.stored, segment.entries(), full=full)
         found[id(parameter)] = known[kind]
     return found
 
 
-def _kinds(parameter: Tensor, segment: Segment, *, full: bool) -> dict[str, Kind]:
-    wide = torch_dtype(segment.stored.policy.compute)
+def _kinds(parameter: Tensor, stored: Resolved, listed: list[tuple[Entry, Tensor]], *, full: bool) -> dict[str, Kind]:
+    wide = torch_dtype(stored.policy.compute)
     kinds: dict[str, Kind] = {}
-    listed = segment.entries()
     former = {new: old for old, new in former_names([entry for entry, _ in listed]).items()}
     for entry, value in listed:
         shape = entry.shape(parameter.shape, value.shape)

@@ -79,13 +79,11 @@ class Segment:
             return cls(optimizer, tensor, optimizer.init([tensor], eb.Context(first_element=first)), first, is_part)
         (stored,) = optimizer.formats([tensor])
 
-        def room(x: Tensor, part: PartSpec | None) -> Tensor:
-            return x.new_empty(tensor.numel() if part is None else part.count(tensor.numel()))
+        def room(x: Tensor, part: PartSpec) -> Tensor:
+            return x.new_empty(part.count(tensor.numel()))
 
         none = tensor[:0]
-        made = cls(
-            optimizer, tensor, map_parts(optimizer.init([none]), [none], [stored], room, torch.clone), first, is_part
-        )
+        made = cls(optimizer, tensor, map_parts(optimizer.init([none]), stored, room, torch.clone), first, is_part)
         size = max(CHUNK // stored.block, 1) * stored.block
         for start in range(0, tensor.numel(), size):
             part = made.cut(start, min(start + size, tensor.numel()), lambda x: x)
@@ -105,7 +103,7 @@ class Segment:
         Raises:
             ValueError: A block of a format lies on both sides of an edge.
         """
-        state = cut(self.state, [self.tensor], [self.stored], start, stop, on_shared)
+        state = cut(self.state, self.stored, start, stop, on_shared)
         first = self.first + start if isinstance(self.first, int) else self.first.cut(start, stop)
         part = Segment(self.optimizer, self.tensor[start:stop], state, first, self.is_part)
         part.count.note(part.state.step, self.count.known(self.state.step))
@@ -139,7 +137,7 @@ class Segment:
     def entries(self) -> list[tuple[Entry, Tensor]]:
         """List the tensors of the state with their names and roles. They stay the same tensors, and are found once."""
         if not self._entries:
-            self._entries = entries(self.state, [self.tensor], 0, self.stored)
+            self._entries = entries(self.state, self.stored)
         return self._entries
 
     def shared(self) -> list[Tensor]:

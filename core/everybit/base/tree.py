@@ -220,16 +220,13 @@ def slots(state: object) -> list[tuple[str, Any]]:
     return found
 
 
-def map_values(
-    function: Callable[[str, list[Any]], Iterable[Any]], state: T, params: object, others: OnTensor | None = None
-) -> T:
+def map_values(function: Callable[[str, list[Any]], Iterable[Any]], state: T, params: object) -> T:
     """Rebuild a state, passing what each slot has for the leaves of ``params`` through ``function(name, values)``.
 
     Args:
         function: Returns as many values.
         state: The state of an optimizer or a transform.
         params: The parameters that it is of, or a tree of the same structure.
-        others: A function of the tensors that are in no slot; None: they stay.
 
     Raises:
         ValueError: A slot does not have the structure of ``params``.
@@ -242,7 +239,7 @@ def map_values(
             raise ValueError(f"state.{name}: structure differs from params: {error}") from None
         return replace(params, function(name, values))
 
-    return map_slots(mapped, state, others)
+    return map_slots(mapped, state)
 
 
 def map_slots(function: Callable[[str, Any], Any], state: T, others: OnTensor | None = None) -> T:

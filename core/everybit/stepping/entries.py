@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -129,34 +128,22 @@ class _Names:
         return name if count == 1 else f"{name}#{count}"
 
 
-def specs(field: str, stored: Resolved | None) -> tuple[PartSpec, ...] | None:
-    """The parts of a field of a parameter; None where values are as they were computed, in one tensor each.
-
-    Args:
-        field: Its name, as in :func:`fields`.
-        stored: How the parameter and its state are stored; None: in the compute dtype.
-    """
-    if stored is None:
-        return None
+def _specs(field: str, stored: Resolved) -> tuple[PartSpec, ...]:
+    """The parts of a field of a tensor's state."""
     return parts_of(stored.params)[1:] if field == WEIGHTS else parts_of(stored.slot(field.split("#")[0]))
 
 
-def entries(
-    state: OptimizerState[Any], params: object, position: int, stored: Resolved | None
-) -> list[tuple[Entry, Tensor]]:
-    """List the entries of one parameter, those that it shares with other parameters included, in order.
+def entries(state: OptimizerState[Any], stored: Resolved | None) -> list[tuple[Entry, Tensor]]:
+    """List the entries of a state, in order.
 
     Args:
-        state: The optimizer's state.
-        params: The parameters that it is of, or a tree of the same structure.
-        position: Number of the parameter among the leaves of ``params``.
-        stored: How it and its state are stored; None: in the compute dtype, as :meth:`~everybit.Optimizer.decode` gives it.
+        state: The state of a list of one tensor.
+        stored: How the tensor and its state are stored; None: in the compute dtype, as :meth:`~everybit.Optimizer.decode` gives it.
     """
     found: list[tuple[Entry, Tensor]] = []
     for name, value, is_slot in fields(state):
         if is_slot:
-            own = tree.flatten_up_to(params, value)[position]
-            found += _of_value(name, own, specs(name, stored))
+            found += _of_value(name, value[0], None if stored is None else _specs(name, stored))
         else:
             found.append((Entry(name, "shared", None, "copy"), value))
     return found
@@ -202,64 +189,50 @@ def former_names(found: Sequence[Entry]) -> dict[str, str]:
     return former
 
 
-OnPart = Callable[[Tensor, PartSpec | None], Tensor]
+OnPart = Callable[[Tensor, PartSpec], Tensor]
 
 
 def map_parts(
-    state: OptimizerState[Any],
-    params: object,
-    stored: Sequence[Resolved] | None,
-    on_part: OnPart,
-    on_shared: Callable[[Tensor], Tensor],
+    state: OptimizerState[Any], stored: Resolved, on_part: OnPart, on_shared: Callable[[Tensor], Tensor]
 ) -> OptimizerState[Any]:
     """A state with every tensor replaced.
 
     Args:
-        state: The optimizer's state.
-        params: The parameters that it is of, or a tree of the same structure.
-        stored: How each of them and its state are stored; None: in the compute dtype.
-        on_part: A function of a parameter's tensor, and the facts about it, to a tensor.
-        on_shared: A function of a tensor that parameters share to a tensor.
+        state: The state of a list of one tensor.
+        stored: How the tensor and its state are stored.
+        on_part: A function of a part, and the facts about it, to a tensor.
+        on_shared: A function of a count, or another tensor that is no element's, to a tensor.
     """
     name_of = _Names()
 
     def mapped(name: str, values: list[Any]) -> list[Any]:
-        known: Any = repeat(None) if stored is None else (specs(name, one) for one in stored)
-        return [_mapped_value(value, parts, on_part) for value, parts in zip(values, known)]  # noqa: B905
+        return [_mapped_value(value, _specs(name, stored), on_part) for value in values]
 
-    extra = tree.replace(params, mapped(WEIGHTS, tree.flatten_up_to(params, state.extra)))
-    inner = tree.map_values(lambda name, values: mapped(name_of(name), values), state.inner, params, on_shared)
-    return OptimizerState(on_shared(state.step), extra, inner)
+    inner = tree.map_slots(lambda name, values: mapped(name_of(name), values), state.inner, on_shared)
+    return OptimizerState(on_shared(state.step), mapped(WEIGHTS, state.extra), inner)
 
 
-def _mapped_value(value: Any, parts: tuple[PartSpec, ...] | None, on_part: OnPart) -> Any:
+def _mapped_value(value: Any, parts: tuple[PartSpec, ...], on_part: OnPart) -> Any:
     if value is None:
         return None
     if isinstance(value, dict):
         # The parts of a factor do not follow the parameter's elements, but for their number.
         return {factor: _mapped_value(stored, parts, on_part) for factor, stored in value.items()}
     if isinstance(value, tuple):
-        known = repeat(None) if parts is None else parts
-        return tuple(None if x is None else on_part(x, part) for x, part in zip(value, known))  # noqa: B905
-    return on_part(value, None if parts is None else parts[0])
+        return tuple(None if x is None else on_part(x, part) for x, part in zip(value, parts, strict=True))
+    return on_part(value, parts[0])
 
 
 def cut(
-    state: OptimizerState[Any],
-    params: object,
-    stored: Sequence[Resolved] | None,
-    start: int,
-    stop: int,
-    on_shared: Callable[[Tensor], Tensor],
+    state: OptimizerState[Any], stored: Resolved, start: int, stop: int, on_shared: Callable[[Tensor], Tensor]
 ) -> OptimizerState[Any]:
-    """Return the state of the elements ``start`` to ``stop`` of a single 1-d parameter, as views; ``on_shared`` makes uncut entries.
+    """Return the state of the elements ``start`` to ``stop`` of a vector, as views; ``on_shared`` makes uncut entries.
 
     Raises:
         ValueError: A part has one number for elements on both sides of ``start``.
     """
 
-    def part(x: Tensor, spec: PartSpec | None) -> Tensor:
-        low, high = (start, stop) if spec is None else spec.range(start, stop)
-        return x[low:high]
+    def part(x: Tensor, spec: PartSpec) -> Tensor:
+        return x[slice(*spec.range(start, stop))]
 
-    return map_parts(state, params, stored, part, on_shared)
+    return map_parts(state, stored, part, on_shared)

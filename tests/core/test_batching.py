@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everybit.base.batching import _view
+from everybit.base.older_torch import _view
 
 
 @pytest.mark.parametrize("batched", [0, 1, 2])

@@ -16,8 +16,7 @@ import everybit as eb
 from everybit import testing
 from everybit.protocol import ALONE, accepting, fields_of, transforms_in
 from everybit.testing import CHECKS, REGISTRY
-from everybit.testing.checks.conditions import Build, Stored
-from everybit.testing.examples import assert_same_bits, example_grads, example_params, few_params
+from everybit.testing.examples import Build, Stored, assert_same_bits, example_grads, example_params, few_params
 
 P = TypeVar("P")
 

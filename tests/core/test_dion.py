@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import random_normal
+from everybit.base import random_bits
 from everybit.transforms import projected as module
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
 from tests.support.steps import drawn as normal
@@ -38,7 +38,7 @@ class Drawn:
         self.first: list[Tensor] = []
 
     def __call__(self, like: Tensor, radius: eb.Key, angle: eb.Key) -> Tensor:
-        self.first.append(random_normal.normal(like, radius, angle))
+        self.first.append(random_bits.normal(like, radius, angle))
         return self.first[-1]
 
 

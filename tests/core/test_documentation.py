@@ -30,7 +30,7 @@ WITH_EXAMPLES = {
     "everybit_torch.drop_ins.adam",
     "everybit_torch.optim.gradient_release",
     "everybit_torch.training.weight_decay",
-    "everybit.policies.names",
+    "everybit.policies.presets",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import random_normal
+from everybit.base import random_bits
 
 
 class Drawn:
@@ -13,7 +13,7 @@ class Drawn:
 
     def __init__(self) -> None:
         self.numbers: list[Tensor] = []
-        self.draw = random_normal.normal
+        self.draw = random_bits.normal
 
     def __call__(self, like: Tensor, radius: eb.Key, angle: eb.Key) -> Tensor:
         self.numbers.append(self.draw(like, radius, angle))

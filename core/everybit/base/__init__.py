@@ -1,9 +1,8 @@
 """Trees, dtypes, scalars, rounding and random bits: what every other room is made of."""
 
 from everybit.base import tree
-from everybit.base.barriers import atan, cos, exp, log, materialize, sqrt, sum_of_squares
+from everybit.base.barriers import atan, cos, exp, log, materialize, mean, sqrt, sum_of_squares
 from everybit.base.blocks import Blocks, FirstElement, Scattered, first_of_whole, without_gaps
-from everybit.base.dimensions import mean
 from everybit.base.dtypes import (
     COMPUTE_DTYPES,
     FLOAT_DTYPES,
@@ -21,8 +20,7 @@ from everybit.base.dtypes import (
 from everybit.base.labels import by_name, label_table, plain_name, require_each, require_name, require_patterns
 from everybit.base.memo import once
 from everybit.base.named_tensors import load_state_dict, state_dict
-from everybit.base.random_bits import Key, Lane, Numbering, require_seed, stream, uniform
-from everybit.base.random_normal import normal
+from everybit.base.random_bits import Key, Lane, Numbering, normal, require_seed, stream, uniform
 from everybit.base.rounding import straight_through
 from everybit.base.scalars import (
     AboveZero,

@@ -7,6 +7,7 @@ eight, eager and compiled, in one go and after a resume.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast, overload
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor
 
-from everybit.base.barriers import materialize
+from everybit.base.barriers import cos, log, materialize, sqrt
 from everybit.base.blocks import Blocks, FirstElement, Scattered
 
 
@@ -287,3 +288,19 @@ def _mix_number(x: int) -> int:
     x = (x ^ (x >> 11)) * 0xAC4C1B51 & _WORD
     x = (x ^ (x >> 15)) * 0x31848BAB & _WORD
     return x ^ (x >> 14)
+
+
+def normal(like: Tensor, radius: Key, angle: Key) -> Tensor:
+    """A standard normal number for each element of ``like``, float64 (Box and Muller 1958).
+
+    Their greatest possible magnitude is 5.9.
+
+    Args:
+        like: A tensor of the shape and device of the numbers.
+        radius: Of :meth:`everybit.Context.keys`, as ``angle``; two that draw different bits.
+        angle: The other.
+    """
+    # In the middle of its interval, so that no logarithm of zero is taken.
+    share = uniform(radius.bits(like)).double() + 2.0**-25
+    turn = uniform(angle.bits(like)).double() * (2 * math.pi)
+    return sqrt(materialize(log(materialize(share)) * -2)) * cos(materialize(turn))

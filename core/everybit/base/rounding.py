@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from everybit.base import random_bits
-from everybit.base.batching import let_views_batch
 from everybit.base.dtypes import FloatDType, LowDType, torch_dtype
+from everybit.base.older_torch import let_views_batch
 
 let_views_batch()
 

@@ -21,7 +21,7 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from everybit.base import barriers
-from everybit.base.traced_trees import let_trees_trace
+from everybit.base.older_torch import let_trees_trace
 
 P = TypeVar("P")
 T = TypeVar("T")

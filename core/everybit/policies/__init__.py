@@ -42,7 +42,6 @@ from everybit.policies.labels import (
     policies_of,
     resolve_tree,
 )
-from everybit.policies.names import PolicyName, PolicyOrName, with_name_resolved
 from everybit.policies.policy import Grads, Policy, Resolved, resolve
 from everybit.policies.presets import (
     ANYPRECISION,
@@ -59,9 +58,12 @@ from everybit.policies.presets import (
     PRESETS,
     PURE_BF16,
     TIGHT_BF16,
+    PolicyName,
+    PolicyOrName,
     describe,
     native,
     short,
+    with_name_resolved,
 )
 from everybit.policies.wide_parameters import keep_wide
 

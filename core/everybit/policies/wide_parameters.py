@@ -10,8 +10,8 @@ from torch import Tensor
 
 from everybit.base import require_count, require_name, require_patterns
 from everybit.policies.labels import ByLabel, by_label
-from everybit.policies.names import PolicyName, with_name_resolved
 from everybit.policies.policy import Policy
+from everybit.policies.presets import PolicyName, with_name_resolved
 
 NARROW, WIDE = "narrow", "wide"
 

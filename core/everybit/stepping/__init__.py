@@ -2,9 +2,7 @@
 
 from everybit.stepping.metrics import Metrics, with_metrics
 from everybit.stepping.optimizer import Optimizer, OptimizerState, StepTrace, Unsafe, nbytes, state_bytes, with_policy
-from everybit.stepping.outer import outer_gradient
-from everybit.stepping.sharpness import sam_point
-from everybit.stepping.update import apply_updates
+from everybit.stepping.updates import apply_updates, outer_gradient, sam_point
 
 __all__ = [
     "Metrics", "Optimizer", "OptimizerState", "StepTrace", "Unsafe", "apply_updates", "nbytes", "outer_gradient",

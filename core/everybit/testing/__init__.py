@@ -18,19 +18,21 @@ A number format of your own is held to its promises by ``check_format(format)``.
 """
 
 from everybit.testing.battery import CHECKS
-from everybit.testing.checks.checkpoints import check_resume_equals_continue
 from everybit.testing.checks.compiled import check_compiled_equals_eager, check_no_recompilation
-from everybit.testing.checks.conditions import Build
 from everybit.testing.checks.cuts import check_cut, check_flat_equals_tree
-from everybit.testing.checks.devices import check_meta_init, check_no_wait
 from everybit.testing.checks.formats import check_format
 from everybit.testing.checks.functional import check_differentiable, check_vmap
-from everybit.testing.checks.hyperparameters import check_hyperparameters_are_data
-from everybit.testing.checks.periods import check_periodic_work
 from everybit.testing.checks.purity import check_pure, check_state_is_a_fixed_point
+from everybit.testing.checks.runs import (
+    check_hyperparameters_are_data,
+    check_meta_init,
+    check_no_wait,
+    check_periodic_work,
+    check_resume_equals_continue,
+)
 from everybit.testing.checks.shards import check_shards_equal_whole
 from everybit.testing.conformance import Conformance, assert_transform_conforms
-from everybit.testing.examples import assert_same_bits, example_grads, example_params
+from everybit.testing.examples import Build, assert_same_bits, example_grads, example_params
 from everybit.testing.registry import REGISTRY
 
 __all__ = [

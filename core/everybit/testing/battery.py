@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from everybit.testing.checks.checkpoints import check_resume_equals_continue
 from everybit.testing.checks.compiled import check_compiled_equals_eager, check_no_recompilation
-from everybit.testing.checks.conditions import Build
 from everybit.testing.checks.cuts import check_cut, check_flat_equals_tree
-from everybit.testing.checks.devices import check_meta_init, check_no_wait
 from everybit.testing.checks.functional import check_differentiable, check_vmap
-from everybit.testing.checks.hyperparameters import check_hyperparameters_are_data
-from everybit.testing.checks.periods import check_periodic_work
 from everybit.testing.checks.purity import check_pure, check_state_is_a_fixed_point
+from everybit.testing.checks.runs import (
+    check_hyperparameters_are_data,
+    check_meta_init,
+    check_no_wait,
+    check_periodic_work,
+    check_resume_equals_continue,
+)
 from everybit.testing.checks.shards import check_shards_equal_whole
+from everybit.testing.examples import Build
 
 CHECKS: Mapping[str, Callable[[Build], None]] = MappingProxyType(
     {

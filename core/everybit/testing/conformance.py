@@ -25,8 +25,7 @@ from everybit.protocol import (
     transforms_in,
 )
 from everybit.testing.battery import CHECKS
-from everybit.testing.checks.conditions import LEARNING_RATE, Build, at_step
-from everybit.testing.examples import example_params
+from everybit.testing.examples import LEARNING_RATE, Build, at_step, example_params
 from everybit.transforms import scale_by_learning_rate
 
 _COMPILING = ("no recompilation", "compiled equals eager")

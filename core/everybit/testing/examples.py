@@ -1,13 +1,17 @@
-"""The example parameters and gradients of the battery, and its comparison of results."""
+"""The conditions of the checks: example parameters and gradients, policies, a learning rate; and the comparison of results."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from everybit.base import tree
+from everybit.base import Hyperparameter, tree
+from everybit.policies import Policy
+from everybit.policies import presets as policies
+from everybit.protocol import Context, Transform
 
 P = TypeVar("P")
 
@@ -125,3 +129,25 @@ def _in_order_of(reference: object, values: object) -> list[Any]:
 
 def _bits(x: Tensor) -> Tensor:
     return x.detach().cpu().contiguous().view(_INTEGERS[x.dtype.itemsize]) if x.dtype.is_floating_point else x.cpu()
+
+
+Build = Callable[[Hyperparameter], Transform[Any]]
+"""From a learning rate to a transform."""
+
+LEARNING_RATE = 0.05
+"""Large, so that a step is felt in every format."""
+
+Stored = tuple[tuple[torch.dtype, Policy], ...]
+"""Dtypes of parameters, each with a policy that stores them."""
+
+# The policies of stored steps: all exact, all lossy, and all random.
+STORED: Stored = (
+    (torch.float32, policies.FP32),
+    (torch.bfloat16, policies.LEAN_BF16),
+    (torch.float16, policies.TIGHT_BF16),
+)
+
+
+def at_step(step: int) -> Context:
+    """The context of a transform at this step."""
+    return Context(step=torch.tensor(step))

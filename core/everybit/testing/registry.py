@@ -81,7 +81,7 @@ from everybit.schedules import (
     polynomial_schedule,
     warmup_cosine_decay_schedule,
 )
-from everybit.testing.checks.conditions import Build
+from everybit.testing.examples import Build
 from everybit.transforms import (
     Grafting,
     add_cautious_decay,

@@ -13,8 +13,7 @@ from everybit.policies import AnyPolicy
 from everybit.policies import presets as policies
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.stepping import OptimizerState, with_policy
-from everybit.testing.checks.conditions import LEARNING_RATE, Build
-from everybit.testing.examples import assert_close, assert_same_bits, example_grads, few_params
+from everybit.testing.examples import LEARNING_RATE, Build, assert_close, assert_same_bits, example_grads, few_params
 
 
 def check_no_recompilation(build: Build, *, steps: int = 100) -> None:

@@ -10,8 +10,15 @@ from torch import Tensor
 from everybit.base import tree
 from everybit.protocol import Transform
 from everybit.stepping import OptimizerState, with_policy
-from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, at_step
-from everybit.testing.examples import assert_same_bits, example_grads, example_params
+from everybit.testing.examples import (
+    LEARNING_RATE,
+    STORED,
+    Build,
+    assert_same_bits,
+    at_step,
+    example_grads,
+    example_params,
+)
 
 
 def check_flat_equals_tree(build: Build) -> None:

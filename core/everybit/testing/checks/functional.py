@@ -13,8 +13,7 @@ from everybit.policies import Policy
 from everybit.policies import presets as policies
 from everybit.protocol import any_draws
 from everybit.stepping import with_policy
-from everybit.testing.checks.conditions import LEARNING_RATE, Build, at_step
-from everybit.testing.examples import assert_close, example_grads, example_params
+from everybit.testing.examples import LEARNING_RATE, Build, assert_close, at_step, example_grads, example_params
 
 
 def check_vmap(build: Build) -> None:

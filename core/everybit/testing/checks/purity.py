@@ -8,8 +8,17 @@ from torch import Tensor
 from everybit.base import Hyperparameter, tree
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.stepping import with_policy
-from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored, at_step
-from everybit.testing.examples import assert_same_bits, assert_same_kind, example_grads, example_params
+from everybit.testing.examples import (
+    LEARNING_RATE,
+    STORED,
+    Build,
+    Stored,
+    assert_same_bits,
+    assert_same_kind,
+    at_step,
+    example_grads,
+    example_params,
+)
 
 
 def check_pure(build: Build) -> None:

@@ -14,9 +14,16 @@ from everybit.combinators import Masked, Partition, needs_whole_tensors
 from everybit.protocol import Context, Pending, any_per_tensor, map_parts, transforms_in
 from everybit.protocol.requests import Kind
 from everybit.stepping import Optimizer, OptimizerState, with_policy
-from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
 from everybit.testing.checks.cuts import flattened, promises, stored_slots
-from everybit.testing.examples import assert_same_bits, example_grads, example_params
+from everybit.testing.examples import (
+    LEARNING_RATE,
+    STORED,
+    Build,
+    Stored,
+    assert_same_bits,
+    example_grads,
+    example_params,
+)
 
 P = TypeVar("P")
 

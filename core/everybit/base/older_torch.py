@@ -1,4 +1,4 @@
-"""Replaces parts of optree 0.20 that the compiler of torch 2.11 and 2.12 cannot trace by code that it can."""
+"""What torch since 2.13 has, and optree 0.20 with it, for older torch: its compiler traces trees, and ``torch.func.vmap`` reads bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from typing import Any
 
 import optree.registry
 import torch
+from torch import Tensor
+
+
+def let_views_batch() -> None:
+    """Give an older torch the rule, by its public interface for that; its own fallback takes no operation that returns a view."""
+    if torch.__version__ < "2.13":
+        torch.library.register_vmap(torch.ops.aten.view.dtype, _view)
+
+
+def _view(_info: Any, batched: tuple[int | None, ...], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+    # In front: the last dimension changes its size where the dtypes' do.
+    return x.movedim(batched[0] or 0, 0).view(dtype), 0
 
 
 def let_trees_trace() -> None:

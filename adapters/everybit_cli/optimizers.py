@@ -14,11 +14,10 @@ from everybit.combinators import Partition
 from everybit.optimizers import NamedOptimizer, optimizer_named
 from everybit.protocol import transforms_in
 from everybit_cli.errors import OptionError
-from everybit_torch.arguments import value_in
+from everybit_torch.arguments import ARGUMENTS, core_names, spread, value_in
 from everybit_torch.config import Algorithm
 from everybit_torch.config.algorithms import ALGORITHMS
 from everybit_torch.config.trees import READER
-from everybit_torch.hyperparameter_names import ARGUMENTS, core_names, spread
 
 
 @dataclass(frozen=True, slots=True)

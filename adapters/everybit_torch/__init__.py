@@ -36,7 +36,7 @@ from everybit_torch.interop.torchao import load_torchao_state_dict, torchao_stat
 from everybit_torch.interop.weights import export_weights, import_weights, load_safetensors, save_safetensors
 from everybit_torch.optim import GradientRelease, LoadReport, RoundingLoss, TorchOptimizer, enable_gradient_release
 from everybit_torch.routing import routing
-from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
+from everybit_torch.torch_internals.compiler import EXACT_OPTIONS
 from everybit_torch.training.evaluation import evaluation_weights
 from everybit_torch.training.freezing import freeze, unfreeze
 from everybit_torch.training.outer import OuterOptimizer

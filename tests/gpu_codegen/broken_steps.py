@@ -18,7 +18,7 @@ from torch import Tensor
 import everybit_torch.torch_internals.compiler as torch_compiler
 from everybit.base import materialize
 from everybit_torch import EXACT_OPTIONS
-from everybit_torch.torch_internals.device_options import device_options
+from everybit_torch.torch_internals.compiler import device_options
 from gpu_codegen import interpreting, laws, steps
 from gpu_codegen.capture import Wrapper, captured
 from gpu_codegen.cases import Case, cases

@@ -12,8 +12,8 @@ from torch import nn
 import everybit as eb
 import everybit_torch
 from everybit_torch import TorchOptimizer, create
+from everybit_torch.arguments import torch_defaults
 from everybit_torch.drop_ins.creating import CLASSES, Choice
-from everybit_torch.hyperparameter_names import torch_defaults
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -12,14 +12,14 @@ from torch import Tensor
 import everybit as eb
 from everybit.testing import assert_same_bits
 from everybit_torch import EXACT_OPTIONS
-from everybit_torch.torch_internals import device_options
+from everybit_torch.torch_internals import compiler
 
 
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
-    device_options.device_options.cache_clear()
+    compiler.device_options.cache_clear()
     yield
-    device_options.device_options.cache_clear()
+    compiler.device_options.cache_clear()
 
 
 def test_a_compensated_sum_that_is_written_with_casts_survives_the_exact_options() -> None:
@@ -52,7 +52,7 @@ def test_a_step_in_a_users_function_has_eager_codes_bits_under_the_exact_options
 
 
 def test_steps_on_an_accelerator_have_all_exact_options_of_that_kind(asked_anew: None) -> None:
-    given = device_options.device_options()
+    given = compiler.device_options()
     assert {name: given[name] for name in EXACT_OPTIONS if not name.startswith("cpp.")} == {
         "emulate_precision_casts": True,
         "eager_numerics.division_rounding": True,
@@ -68,5 +68,5 @@ def test_without_one_of_the_options_no_code_is_made_for_an_accelerator(
 
     known: dict[str, Any] = config.get_config_copy()
     monkeypatch.setattr(type(config), "get_config_copy", lambda _: {key: known[key] for key in known if key != name})
-    with pytest.raises(device_options.MissingOptionError, match=f"no option {name}, without which"):
-        device_options.device_options()
+    with pytest.raises(compiler.MissingOptionError, match=f"no option {name}, without which"):
+        compiler.device_options()

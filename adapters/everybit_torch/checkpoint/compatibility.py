@@ -13,7 +13,6 @@ from torch import Tensor
 from everybit_torch.checkpoint.agreement import gathered
 from everybit_torch.checkpoint.inventory import Inventory
 from everybit_torch.checkpoint.parts import elements
-from everybit_torch.checkpoint.raw_bytes import same_bits
 from everybit_torch.collectives import Communicator
 from everybit_torch.dtensors import saved_dtypes
 from everybit_torch.optim import as_count
@@ -67,9 +66,17 @@ def require_values(own: Mapping[str, Tensor], aside: Mapping[str, Tensor], place
         here = elements(value)
         if key.startswith("model.") and here.numel():
             other = first.setdefault((here.data_ptr(), here.shape), key)
-            if other != key and not same_bits(elements(aside[other]), elements(aside[key])):
+            if other != key and not _same_bits(elements(aside[other]), elements(aside[key])):
                 raise ValueError(
                     f"{place}: does not fit: {other} and {key} are one tensor here, and differ there. Nothing was changed."
                 )
         elif value.dtype is torch.int64 and not value.ndim and not key.startswith("model."):
             as_count(f"{place}: {key}", aside[key])
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits, whatever they stand for: NaN is like itself, and -0 is not 0."""
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    left, right = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
+    return torch.equal(left, right)

@@ -31,6 +31,7 @@ from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint import hyperparameters as saved_hyperparameters
 from everybit_torch.checkpoint.agreement import from_first, on_all, same_kind
+from everybit_torch.checkpoint.background import PendingSave
 from everybit_torch.checkpoint.compatibility import COMPARED, require_same, require_values
 from everybit_torch.checkpoint.folders import (
     latest_checkpoint,
@@ -43,7 +44,6 @@ from everybit_torch.checkpoint.folders import (
 )
 from everybit_torch.checkpoint.inventory import Inventory
 from everybit_torch.checkpoint.parts import Flat, Parts, parts_of, parts_of_model
-from everybit_torch.checkpoint.pending import PendingSave
 from everybit_torch.checkpoint.reading import read_into, read_piece
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.checkpoint.writing import CheckedWriter

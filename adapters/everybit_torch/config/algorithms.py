@@ -18,18 +18,18 @@ from torch import nn
 import everybit as eb
 from everybit.optimizers import NamedOptimizer, OptimizerName, optimizer_named
 from everybit_torch import drop_ins
-from everybit_torch.arguments import by_given_name
-from everybit_torch.config.structure import Choice, require_fields
-from everybit_torch.drop_ins import CLASSES, for_model
-from everybit_torch.embeddings import embeddings_of, policy_with_embeddings
-from everybit_torch.hyperparameter_names import (
+from everybit_torch.arguments import (
     ARGUMENTS,
     argument_names,
+    by_given_name,
     core_names,
     spread,
     torch_arguments,
     torch_defaults,
 )
+from everybit_torch.config.structure import Choice, require_fields
+from everybit_torch.drop_ins import CLASSES, for_model
+from everybit_torch.embeddings import embeddings_of, policy_with_embeddings
 from everybit_torch.optim import Params, TorchOptimizer
 
 

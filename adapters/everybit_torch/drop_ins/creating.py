@@ -14,10 +14,10 @@ from everybit.policies import PolicyOrName
 from everybit.protocol import Transform
 from everybit.stepping import Unsafe
 from everybit.transforms import Grafting
+from everybit_torch.arguments import torch_defaults
 from everybit_torch.compiled import Factory
 from everybit_torch.drop_ins import adam, adaptive, momentum
 from everybit_torch.embeddings import FactoryForModel, embeddings_of, policy_with_embeddings
-from everybit_torch.hyperparameter_names import torch_defaults
 from everybit_torch.optim import Params, TorchOptimizer, named_by
 from everybit_torch.segments import Compile
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from everybit.base import FloatDType, barriers
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.checkpoint.staging import StagingMemory
+from everybit_torch.checkpoint.background import StagingMemory
 from everybit_torch.collectives import Communicator, GroupAxis
 from everybit_torch.flat.norm_partials import Squares
 from everybit_torch.flat.optimizer import ShareOptimizer

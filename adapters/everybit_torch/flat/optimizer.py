@@ -10,8 +10,7 @@ from torch import nn
 
 from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
-from everybit_torch.arguments import as_python
-from everybit_torch.hyperparameter_names import spread
+from everybit_torch.arguments import as_python, spread
 from everybit_torch.optim import Group, GroupMaker, TorchOptimizer, evaluating
 from everybit_torch.segments import Compile
 from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters

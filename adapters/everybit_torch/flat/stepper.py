@@ -21,8 +21,8 @@ from everybit_torch.flat.turns import Turns
 from everybit_torch.flat.validation import Judged
 from everybit_torch.segments import Memory, Places
 from everybit_torch.sharded.labelling import LabelledTransform
+from everybit_torch.sharded.models import synchronize_values
 from everybit_torch.sharded.reports import count_nonfinite
-from everybit_torch.sharded.synchronization import synchronize_values
 from everybit_torch.torch_internals.autograd import at_the_end_of_the_pass
 
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from everybit.optimizers import NamedOptimizer, optimizers
 from everybit.policies import PolicyName
-from everybit_torch.arguments import value_in
+from everybit_torch.arguments import torch_defaults, value_in
 from everybit_torch.drop_ins import CLASSES, for_model
-from everybit_torch.hyperparameter_names import torch_defaults
 from everybit_torch.optim import Params, TorchOptimizer
 from everybit_torch.segments import Compile
 

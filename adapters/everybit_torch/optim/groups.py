@@ -13,15 +13,18 @@ import everybit as eb
 from everybit.policies import AnyPolicy, PolicyOrName, describe, with_name_resolved
 from everybit.stepping import Unsafe, with_policy
 from everybit_torch.arguments import (
+    ARGUMENTS,
+    argument_names,
     as_python,
     by_given_name,
+    core_names,
     differ,
     flags_of,
     is_frozen,
     require_known_options,
+    spread,
 )
 from everybit_torch.compiled import Factory
-from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
 from everybit_torch.label_resolution import Decision, tree_of
 from everybit_torch.optim.param_groups import described, main_gradients, policy_for
 from everybit_torch.optim.state_dicts.migration import skeleton

@@ -15,7 +15,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.protocol import fields_of, is_transform, map_hyperparameters, transforms_in
 from everybit.protocol import hyperparameters as numbers_in
-from everybit_torch.hyperparameter_names import FIELDS, core_names
+from everybit_torch.arguments import FIELDS, core_names
 
 RESERVED = ("params", "param_names", "label", "policy")
 """Keys of param groups that are no hyperparameters."""

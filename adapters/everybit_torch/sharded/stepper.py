@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from everybit.base import FloatDType
 from everybit_torch import clipping, notices
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.checkpoint.pending import PendingSave
-from everybit_torch.checkpoint.staging import StagingMemory
+from everybit_torch.checkpoint.background import PendingSave, StagingMemory
 from everybit_torch.collectives import Communicator, groups, ranks_of
 from everybit_torch.planning.report import Plan
 from everybit_torch.routing import Routed
 from everybit_torch.sharded.labelling import LabelledTransform, Transforms
-from everybit_torch.sharded.models import claim
+from everybit_torch.sharded.models import BufferValues, claim, synchronize_buffers
 from everybit_torch.sharded.options import StepperKeywords, StepperOptions
 from everybit_torch.sharded.reports import StepReport
-from everybit_torch.sharded.synchronization import BufferValues, synchronize_buffers
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -1,9 +1,11 @@
-"""The host's memory into which a checkpoint is copied, so that training may go on while it is written."""
+"""Saves in the background: the host's memory into which a checkpoint is copied, and the result. Its error is raised once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,45 @@ from torch import Tensor
 from everybit_torch import streams
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
+
+
+class PendingSave(Future[Path]):
+    """The future of an asynchronous save: its result is the directory, its exception the error of the save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # a collective is not cancelled
+        self._asked = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The directory, when every rank has written.
+
+        Raises:
+            BaseException: What went wrong; the next save does not raise it then.
+        """
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error, or None; once it was returned, the next save does not raise it."""
+        error = super().exception(timeout)
+        self._asked = True
+        return error
+
+    def carry_out(self, write: Callable[[], Path]) -> None:
+        """Set the result or the exception of a function."""
+        try:
+            path = write()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(path)
+
+    def unseen(self) -> BaseException | None:
+        """Wait for the save, and return its error unless the error was read before."""
+        asked = self._asked
+        error = self.exception()
+        return None if asked else error
 
 
 class StagingMemory:

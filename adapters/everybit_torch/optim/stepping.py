@@ -210,8 +210,7 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
         The metrics of the parameters on this rank.
     """
     measured: Metrics | None = None
-    every = [parameter for one in prepared.parameters.stepped for parameter in one.of.parameters] if metrics else []
-    mesh = mesh_of(every)
+    mesh = mesh_of([p for one in prepared.parameters.stepped for p in one.of.parameters]) if metrics else None
     for task in prepared.tasks:
         if task.stepped.of.segment.is_whole and not task.stepped.of.numel:
             continue  # another rank has the whole tensor

@@ -11,6 +11,7 @@ from everybit.base.dtypes import (
     FloatDType,
     LowDType,
     dtype_name,
+    is_dense,
     is_parameter,
     itemsize,
     require_member,
@@ -65,13 +66,13 @@ from everybit.base.scalars import (
 from everybit.base.tree import Slot, state
 
 __all__ = [
-    "COMPUTE_DTYPES", "FLOAT_DTYPES", "LOW_DTYPES", "AboveZero", "AtLeastOne", "AtMostZero", "Blocks", "ComputeDType", "Constant", "Count",
-    "CountFromZero", "Finite", "FirstElement", "FixedAboveZero", "FixedFinite", "FixedNonNegative", "FixedShare", "FloatDType",
+    "COMPUTE_DTYPES", "FLOAT_DTYPES", "LOW_DTYPES", "AboveZero", "AtLeastOne", "AtMostZero", "Blocks", "ComputeDType", "Constant",
+    "Count", "CountFromZero", "Finite", "FirstElement", "FixedAboveZero", "FixedFinite", "FixedNonNegative", "FixedShare", "FloatDType",
     "Hyperparameter", "Instance", "Key", "Lane", "LowDType", "NonNegative", "NonNegativeConstant", "Numbering", "Options",
-    "PositiveConstant", "Range", "Ranged", "Rate", "RateConstant", "Rows", "Scalar", "Scattered", "Schedule", "Share", "Slot", "Updates",
-    "UpdatesFromZero", "as_tensor", "at", "atan", "beside", "bias_correction", "by_name", "clamp", "cos", "dtype_name", "exp",
-    "first_of_whole", "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log", "materialize", "mean", "normal",
-    "once", "plain_name", "require", "require_count", "require_each", "require_member", "require_name", "require_patterns", "require_seed",
-    "require_step", "require_word", "sqrt", "square_root", "state", "state_dict", "straight_through", "stream", "sum_of_squares",
-    "torch_dtype", "tree", "uniform", "without_autocast", "without_gaps",
+    "PositiveConstant", "Range", "Ranged", "Rate", "RateConstant", "Rows", "Scalar", "Scattered", "Schedule", "Share", "Slot",
+    "Updates", "UpdatesFromZero", "as_tensor", "at", "atan", "beside", "bias_correction", "by_name", "clamp", "cos", "dtype_name",
+    "exp", "first_of_whole", "is_dense", "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log", "materialize",
+    "mean", "normal", "once", "plain_name", "require", "require_count", "require_each", "require_member", "require_name",
+    "require_patterns", "require_seed", "require_step", "require_word", "sqrt", "square_root", "state", "state_dict",
+    "straight_through", "stream", "sum_of_squares", "torch_dtype", "tree", "uniform", "without_autocast", "without_gaps",
 ]  # fmt: skip

@@ -65,6 +65,11 @@ def is_parameter(leaf: object) -> bool:
     return marked or any(kind.__name__ == "Parameter" for kind in type(leaf).__mro__)
 
 
+def is_dense(leaf: object) -> bool:
+    """Whether a leaf is a tensor in strided memory."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
+
+
 def itemsize(name: FloatDType) -> int:
     """Return the number of bytes of one element."""
     return _BY_NAME[name].itemsize

@@ -38,7 +38,6 @@ from everybit.policies.labels import (
     by_label,
     draws_bits,
     for_dtype,
-    is_dense,
     policies_of,
     resolve_tree,
 )
@@ -70,7 +69,7 @@ from everybit.policies.wide_parameters import keep_wide
 __all__ = [
     "ANYPRECISION", "EXACT_BF16", "FLOOR_8BIT", "FLOOR_BF16", "FP32", "FP64", "KAHAN_BF16", "LEAN_4BIT", "LEAN_8BIT", "LEAN_BF16",
     "LOW", "MIXED_BF16", "PRESETS", "PURE_BF16", "TIGHT_BF16", "AnyPolicy", "ByLabel", "Codec", "Grads", "Policy", "PolicyName",
-    "PolicyOrName", "Resolved", "block_of", "by_dtype", "by_label", "describe", "draws_bits", "for_dtype", "is_dense", "keep_wide",
+    "PolicyOrName", "Resolved", "block_of", "by_dtype", "by_label", "describe", "draws_bits", "for_dtype", "keep_wide",
     "native", "policies_of", "resolve", "resolve_tree", "short", "widened", "widened_param", "with_name_resolved",
 ]  # fmt: skip
 

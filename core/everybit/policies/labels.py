@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from everybit.base import FLOAT_DTYPES, LOW_DTYPES, FloatDType, dtype_name, require_member, torch_dtype, tree
+from everybit.base import FLOAT_DTYPES, LOW_DTYPES, FloatDType, dtype_name, is_dense, require_member, torch_dtype, tree
 from everybit.formats import Nearest
 from everybit.policies.policy import FrozenMapping, Policy, Resolved, resolve
 
@@ -173,11 +173,6 @@ def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = fr
             known[label, leaf.dtype] = one
         resolved.append(one)
     return resolved
-
-
-def is_dense(leaf: object) -> bool:
-    """Whether a leaf is a tensor in strided memory."""
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 
 def _hint(leaf: object) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import FirstElement, is_parameter, once, require_seed, torch_dtype, tree, without_autocast
+from everybit.base import FirstElement, is_dense, is_parameter, once, require_seed, torch_dtype, tree, without_autocast
 from everybit.combinators import needs_whole_tensors, zero_step
 from everybit.policies import (
     AnyPolicy,
@@ -21,7 +21,6 @@ from everybit.policies import (
     PolicyOrName,
     Resolved,
     draws_bits,
-    is_dense,
     policies_of,
     resolve_tree,
     widened,

@@ -56,6 +56,15 @@ def on_ranks(seeds: list[int], shape: tuple[int, ...]) -> list[list[tuple[str, W
 def test_it_has_the_bits_of_one_process(group: int, shape: tuple[int, ...]) -> None:
     seeds = [seed for seed in range(group * TOGETHER, (group + 1) * TOGETHER) if not is_refused(seed)]
     assert len(seeds) > TOGETHER // 2
+    holds(seeds, shape)
+
+
+def test_lives_that_once_failed() -> None:
+    """Factors of a matrix without elements, in a state dict in full precision."""
+    holds([9000543], (2,))
+
+
+def holds(seeds: list[int], shape: tuple[int, ...]) -> None:
     expected = [sharded_life(seed, *kind_of(seed)[:2], None) for seed in seeds]
     for each in run(torch.Size(shape).numel(), on_ranks, seeds, shape, timeout=60, limit=500.0):
         for seed, found, right in zip(seeds, each, expected, strict=True):

@@ -252,10 +252,11 @@ def rows_to_bring(name: str, parameter: Tensor, optimizer: eb.Optimizer[Any]) ->
     Raises:
         ValueError: It has to be stepped whole, and ranks hold it in parts that are no rows.
     """
-    if not is_dtensor(parameter) or not parameter.ndim or not parameter.numel():
+    if not is_dtensor(parameter) or not parameter.ndim:
         return None
     whole = optimizer.needs_whole
-    blocks = {block for policy in policies_of(optimizer.policy) for block in policy.blocks if block > 1}
+    policies = policies_of(optimizer.policy) if parameter.numel() else []
+    blocks = {block for policy in policies for block in policy.blocks if block > 1}
     if not whole and not blocks:
         return None
     try:

@@ -92,8 +92,8 @@ class Visiting:
         return self.members[0].group.source
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of this rank's rows; None for a parameter without one."""
-        grads = [one.parameter.grad for one in self.members]
+        """Return the gradients of this rank's rows; None for a parameter without one, or without elements."""
+        grads = [one.parameter.grad if one.parameter.numel() else None for one in self.members]
         return [None if grad is None else local(grad) for grad in grads]
 
     def prepare(self, grads: Sequence[Tensor | None]) -> None:

@@ -163,15 +163,14 @@ def test_states_are_trees_for_optree_and_for_torch() -> None:
 
 
 def test_slots_are_found_by_name_at_any_depth_and_nothing_else_is_touched() -> None:
-    seen: list[str] = []
-
-    def tenfold(name: str, slot: Any) -> Any:
-        seen.append(name)
-        return tree.map(lambda x: 10 * x, slot)
-
-    mapped = tree.map_slots(tenfold, averages())
-    assert seen == ["average", "average"]
-    assert numbers(mapped) == [0, 10, 2, 30, 4]
+    state, params = averages(), {"w": leaf(0)}
+    assert [(name, numbers(slot)) for name, slot in tree.slots(state)] == [("average", [1]), ("average", [3])]
+    tenfold = tree.map_slots(lambda name, slot: tree.map(lambda x: len(f"{name}...") * x, slot), state)
+    assert numbers(tenfold) == [0, 10, 2, 30, 4]
+    assert numbers(tree.map_slots(lambda _, slot: slot, state, lambda x: x + 5)) == [5, 1, 7, 3, 9]
+    assert numbers(tree.map_values(lambda _, values: [-x for x in values], state, params)) == [0, -1, 2, -3, 4]
+    with pytest.raises(ValueError, match=r"^state\.average: structure differs from params: "):
+        tree.map_values(lambda _, values: values, state, {"v": leaf(0)})
 
 
 def test_a_state_must_be_a_dataclass() -> None:

@@ -168,6 +168,17 @@ _LOADING = "accepted is load_sharded(stepper, path), or loading before the stepp
 _WEIGHTS = "accepted is to read or write the model's weights, and then stepper.loaded()."
 
 
+def _refused(name: str, accepted: str) -> Any:
+    """Return a method that refuses, with what is accepted in its place."""
+
+    def refuse(self: PieceOptimizer, *_: object, **__: object) -> NoReturn:  # noqa: ARG001
+        raise RuntimeError(
+            f"{name}: as_optimizer() holds this rank's parts of the parameters, and its state lies with them; {accepted}"
+        )
+
+    return refuse
+
+
 class PieceOptimizer(ShareOptimizer):
     """A :class:`ShareOptimizer` over pieces of flat buffers, which are of this rank alone: what would save or load them is refused.
 
@@ -178,10 +189,15 @@ class PieceOptimizer(ShareOptimizer):
     of_shards: ClassVar[bool] = True
     """For code that would add up squares of gradients: this rank has some of them only."""
 
-    def _refuse(self, name: str, accepted: str) -> NoReturn:
-        raise RuntimeError(
-            f"{name}: as_optimizer() holds this rank's parts of the parameters, and its state lies with them; {accepted}"
-        )
+    state_dict = _refused("state_dict", _SAVING)
+    full_state_dict = _refused("full_state_dict", _SAVING)
+    torch_state_dict = _refused("torch_state_dict", _SAVING)
+    export_fp32 = _refused("export_fp32", _SAVING)
+    eval_params = _refused("eval_params", _WEIGHTS)
+    import_fp32 = _refused("import_fp32", _WEIGHTS)
+    load_state_dict = _refused("load_state_dict", _LOADING)
+    load_full_state_dict = _refused("load_full_state_dict", _LOADING)
+    load_torch_state_dict = _refused("load_torch_state_dict", _LOADING)
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be copied or pickled.
@@ -193,39 +209,3 @@ class PieceOptimizer(ShareOptimizer):
             "as_optimizer(): cannot be copied or pickled, for its tensors are parts of the stepper's buffers; "
             + _SAVING
         )
-
-    def state_dict(self) -> NoReturn:
-        """Refuse; see ``save_sharded``."""
-        self._refuse("state_dict", _SAVING)
-
-    def full_state_dict(self) -> NoReturn:
-        """Refuse; see ``save_sharded``."""
-        self._refuse("full_state_dict", _SAVING)
-
-    def torch_state_dict(self) -> NoReturn:
-        """Refuse; see ``save_sharded``."""
-        self._refuse("torch_state_dict", _SAVING)
-
-    def export_fp32(self) -> NoReturn:
-        """Refuse; see ``save_sharded``."""
-        self._refuse("export_fp32", _SAVING)
-
-    def eval_params(self) -> NoReturn:
-        """Refuse; see ``evaluation_weights``."""
-        self._refuse("eval_params", _WEIGHTS)
-
-    def import_fp32(self, weights: object) -> NoReturn:  # noqa: ARG002
-        """Refuse; see ``FlatStepper.loaded``."""
-        self._refuse("import_fp32", _WEIGHTS)
-
-    def load_state_dict(self, state_dict: object, *, strict: bool = True) -> NoReturn:  # noqa: ARG002
-        """Refuse; see ``load_sharded``."""
-        self._refuse("load_state_dict", _LOADING)
-
-    def load_full_state_dict(self, state_dict: object, *, strict: bool = True) -> NoReturn:  # noqa: ARG002
-        """Refuse; see ``load_sharded``."""
-        self._refuse("load_full_state_dict", _LOADING)
-
-    def load_torch_state_dict(self, state_dict: object, *, strict: bool = True) -> NoReturn:  # noqa: ARG002
-        """Refuse; see ``load_sharded``."""
-        self._refuse("load_torch_state_dict", _LOADING)

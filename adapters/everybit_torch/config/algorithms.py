@@ -6,7 +6,6 @@ Five are written out. Those of all other optimizers are generated of their funct
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from everybit_torch.arguments import (
     torch_arguments,
     torch_defaults,
 )
-from everybit_torch.config.structure import Choice, require_fields
+from everybit_torch.config.structure import Choice, meanings, require_fields
 from everybit_torch.drop_ins import CLASSES, for_model
 from everybit_torch.embeddings import embeddings_of, policy_with_embeddings
 from everybit_torch.optim import Params, TorchOptimizer
@@ -225,22 +224,22 @@ def _require_taken(title: str, factory: Callable[..., Any], arguments: Mapping[s
 def _generated(entry: NamedOptimizer) -> type[Algorithm]:
     """A dataclass of an optimizer's hyperparameters, by torch's names."""
     own: list[tuple[str, Any, Any]] = []
-    meanings: list[str] = []
-    described = _meanings(entry.function)
+    lines: list[str] = []
+    described = meanings(entry.function.__doc__ or "")
     defaults = torch_defaults(entry.function)
     for name, cores in torch_arguments(entry.arguments).items():
         kinds = [_plain(entry.arguments[core].annotation) for core in cores]
         if None in kinds:
             continue  # what a file cannot hold: a mask
         own.append((name, kinds[0] if len(kinds) == 1 else tuple[tuple(kinds)], defaults[name]))  # type: ignore[misc]
-        meanings.append(f"    {name}: {' '.join(described.get(core, '') for core in cores).strip()}")
+        lines.append(f"    {name}: {' '.join(described.get(core, '') for core in cores).strip()}")
     # Fields of the base that this optimizer does not have are left out of files and flags.
     known = {name for name, _, _ in own}
     absent = [
         (one.name, bool if one.name == "maximize" else float, one) for one in fields(Algorithm) if one.name not in known
     ]
     own += [(name, kind, field(default=one.default, init=False)) for name, kind, one in absent]
-    doc = "\n".join([f"Hyperparameters of :func:`everybit.{entry.name}`.", "", "Args:", *meanings])
+    doc = "\n".join([f"Hyperparameters of :func:`everybit.{entry.name}`.", "", "Args:", *lines])
     space = {
         "factory": staticmethod(entry.function), "optimizer": CLASSES.get(entry.name), "__doc__": doc, "__module__": __name__,
     }  # fmt: skip
@@ -269,13 +268,6 @@ def _plain(annotation: Any) -> Any:
         if kind in kinds:
             return kind | None if NoneType in kinds else kind
     return None
-
-
-def _meanings(function: Callable[..., Any]) -> dict[str, str]:
-    """The descriptions of a function's arguments in its docstring."""
-    arguments = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
 
 
 ALGORITHMS: dict[str, type[Algorithm]] = {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from everybit_torch.config.structure import NONE, Choice, Named, Reader, fields, is_empty
+from everybit_torch.config.structure import NONE, Choice, Named, Reader, fields, is_empty, meanings
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -88,10 +87,5 @@ def _meanings(kind: type[Any]) -> dict[str, str]:
     """The descriptions of fields in the docstrings of a class and its bases."""
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__):
-        text = inspect.cleandoc(one.__dict__.get("__doc__") or "")
-        arguments = re.search(r"^Args:\n((?:    .*\n?|\n)+)", text, re.MULTILINE)
-        for name, meaning in re.findall(
-            r"^    (\w+): (.*(?:\n {8}.*)*)", arguments[1] if arguments else "", re.MULTILINE
-        ):
-            found[name] = re.sub(r":\w+:`~?(.*?)`", r"\1", " ".join(meaning.split())).replace("``", "")
-    return found
+        found |= meanings(one.__dict__.get("__doc__") or "")
+    return {name: re.sub(r":\w+:`~?(.*?)`", r"\1", text).replace("``", "") for name, text in found.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -250,6 +251,13 @@ def is_empty(value: object) -> bool:
 def fields(kind: Any) -> list[Field[Any]]:
     """The fields that a file may have."""
     return [field for field in dataclasses.fields(kind) if field.init]
+
+
+def meanings(docstring: str) -> dict[str, str]:
+    """The descriptions of arguments in a docstring, by name."""
+    arguments = re.search(r"^Args:\n((?:    .*\n?|\n)+)", inspect.cleandoc(docstring), re.MULTILINE)
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments[1] if arguments else "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def made(kind: Callable[..., T], given: Mapping[str, Any], path: str) -> T:

@@ -76,7 +76,7 @@ class Run(Bucket):
         start = begin - memory.weights.storage_offset()
         stop = min(start + -(-self._ranges[-1].stop // block) * block, memory.weights.numel())
         self._gradient = memory.gradient[start:stop]
-        self.places = Places(parameters)
+        self.places, self._addresses = Places(parameters), [*map(Tensor.data_ptr, parameters)]
         self._parts_of_gradient = [self._gradient[where] for where in self._ranges]
         self._gradient_places = Places(self._parts_of_gradient)
         self._seen: Sequence[Tensor] = ()  # gradients that were found to be these parts
@@ -86,8 +86,8 @@ class Run(Bucket):
         self.segment = Segment.new(optimizer, vector, first)
 
     def in_place(self) -> bool:
-        """Whether all parameters have the memory that they had at first."""
-        return self.places.hold(self.parameters)
+        """Whether all parameters have the memory that they had at first; the memory itself is stepped, whatever their shapes are."""
+        return [*map(Tensor.data_ptr, self.parameters)] == self._addresses
 
     def follow(self) -> None:
         """Refuse: the memory is a stepper's.

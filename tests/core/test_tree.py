@@ -145,6 +145,7 @@ class Averages:
     count: torch.Tensor
     average: eb.Slot[Any]
     nested: Any
+    size: int = 7
 
 
 def averages() -> Averages:
@@ -167,7 +168,8 @@ def test_slots_are_found_by_name_at_any_depth_and_nothing_else_is_touched() -> N
     assert [(name, numbers(slot)) for name, slot in tree.slots(state)] == [("average", [1]), ("average", [3])]
     tenfold = tree.map_slots(lambda name, slot: tree.map(lambda x: len(f"{name}...") * x, slot), state)
     assert numbers(tenfold) == [0, 10, 2, 30, 4]
-    assert numbers(tree.map_slots(lambda _, slot: slot, state, lambda x: x + 5)) == [5, 1, 7, 3, 9]
+    moved = tree.map_slots(lambda _, slot: slot, state, lambda x: x + 5)
+    assert (numbers(moved), moved.size) == ([5, 1, 7, 3, 9], 7)  # a whole number is no tensor
     assert numbers(tree.map_values(lambda _, values: [-x for x in values], state, params)) == [0, -1, 2, -3, 4]
     with pytest.raises(ValueError, match=r"^state\.average: structure differs from params: "):
         tree.map_values(lambda _, values: values, state, {"v": leaf(0)})

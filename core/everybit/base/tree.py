@@ -254,7 +254,7 @@ def map_slots(function: Callable[[str, Any], Any], state: T, others: OnTensor | 
     elif isinstance(state, dict):
         rebuilt = {key: map_slots(function, child, others) for key, child in state.items()}
     else:
-        rebuilt = state if others is None else map(others, state)
+        rebuilt = state if others is None or isinstance(state, int) else map(others, state)
     found: T = rebuilt
     return found
 

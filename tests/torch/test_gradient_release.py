@@ -328,6 +328,25 @@ def test_what_cannot_be_is_refused() -> None:
         enable_gradient_release(held, other)
 
 
+def test_a_clip_that_a_hyperparameter_begins_is_refused_before_a_weight_changes() -> None:
+    def clipped(learning_rate: eb.Hyperparameter, clip: bool = False) -> eb.Transform[Any]:
+        return eb.chain(*([eb.clip_by_global_norm(1.0)] if clip else []), eb.scale_by_learning_rate(learning_rate))
+
+    model = Network()
+    optimizer = TorchOptimizer(model.parameters(), clipped, lr=0.1, clip=False, compile=False)
+    enable_gradient_release(model, optimizer)
+    optimizer.param_groups[0]["clip"] = True
+    before = values(model)
+    with pytest.raises(ValueError, match="reduces over all gradients"):
+        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    optimizer.zero_grad()
+    assert same_bits(before, values(model))
+    optimizer.param_groups[0]["clip"] = False
+    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert not same_bits(before, values(model))
+
+
 def test_a_second_backward_pass_without_a_step_is_an_error_and_changes_nothing_more() -> None:
     model, optimizer = make("FP32")
     enable_gradient_release(model, optimizer)

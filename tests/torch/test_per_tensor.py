@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +112,22 @@ def test_noise_goes_by_an_elements_place_in_the_model() -> None:
             give_gradients(one, step, without=lambda name: name == "vector")
             stepping_it.step()
     assert same_bits(values(model), values(other))
+
+
+def test_numbers_of_each_parameter_cannot_be_requested_of_parameters_that_are_stepped_together() -> None:
+    def trusting(learning_rate: eb.Hyperparameter, trust: bool = False) -> eb.Transform[Any]:
+        ratio = [eb.scale_by_trust_ratio()] if trust else []
+        return eb.chain(eb.scale_by_adam(), *ratio, eb.scale_by_learning_rate(learning_rate))
+
+    model = Awkward(torch.float32)
+    optimizer = TorchOptimizer(model.parameters(), trusting, lr=1e-2, trust=False)
+    before = train(model, optimizer, 2)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["trust"] = True
+    said = "its transform would request numbers of each parameter, and its parameters were placed at the first step"
+    with pytest.raises(ValueError, match=said):
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["trust"] = True
+    with pytest.raises(ValueError, match=said):
+        train(model, optimizer, 1)
+    assert same_bits(values(model), before)

@@ -198,6 +198,7 @@ class GradientRelease:
             return
         self._watch()
         self._optimizer.prepare()
+        _require_steps_apart(self._model, self._optimizer)  # hyperparameters may have changed it since
         known = {id(waiting.one): waiting for waiting in self._all}
         self._all = [known.get(id(one)) or _Waiting(one) for one in self._optimizer.own.stepped]
         self._of = {id(parameter): waiting for waiting in self._all for parameter in waiting.one.of.parameters}
@@ -276,6 +277,25 @@ def _square(grad: Tensor) -> Tensor:
     return norm.square()
 
 
+def _require_steps_apart(model: nn.Module, optimizer: TorchOptimizer) -> None:
+    """Refuse an optimizer that cannot step one parameter without the others, or without other ranks.
+
+    Raises:
+        ValueError: Its transform requests something of all gradients, or looks at whole tensors of which ranks hold parts.
+    """
+    optimizers = [one for group in optimizer.own.groups for one in group.optimizers.values()]
+    if any(one.reduces for one in optimizers):
+        raise ValueError(
+            "optimizer: its transform reduces over all gradients (as clip_by_global_norm does), which are never there at once; accepted are"
+            " transforms that do not reduce. max_norm clips by the previous step's norm."
+        )
+    if any(one.needs_whole or one.per_tensor for one in optimizers) and any(map(is_dtensor, model.parameters())):
+        raise ValueError(
+            "optimizer: its transform must see whole tensors, of which ranks hold parts that come together in a step of all parameters;"
+            " accepted for sharded parameters are transforms of the cut 'element'."
+        )
+
+
 def require_parameters_of(model: nn.Module, optimizer: TorchOptimizer) -> None:
     """Refuse an optimizer with parameters that are not the model's.
 
@@ -337,18 +357,7 @@ def enable_gradient_release(
             "model: got DistributedDataParallel, which averages gradients after they would have been used; accepted are models of one"
             " process."
         )
-    if any(one.reduces for group in optimizer.own.groups for one in group.optimizers.values()):
-        raise ValueError(
-            "optimizer: its transform reduces over all gradients (as clip_by_global_norm does), which are never there at once; accepted are"
-            " transforms that do not reduce. max_norm clips by the previous step's norm."
-        )
-    if any(map(is_dtensor, model.parameters())) and any(
-        one.needs_whole or one.per_tensor for group in optimizer.own.groups for one in group.optimizers.values()
-    ):
-        raise ValueError(
-            "optimizer: its transform must see whole tensors, of which ranks hold parts that come together in a step of all parameters;"
-            " accepted for sharded parameters are transforms of the cut 'element'."
-        )
+    _require_steps_apart(model, optimizer)
     require_parameters_of(model, optimizer)
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError("model: holds gradients already; call optimizer.zero_grad() first.")

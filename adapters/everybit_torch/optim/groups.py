@@ -70,7 +70,7 @@ class Group:
         self.number, self.factory, self.names, self.source = number, factory, names, source
         self.policies = dict(policies)
         self.compile: Compile = compile
-        self._owner, self._seed = owner, seed
+        self.owner, self._seed = owner, seed
         self._unsafe: Unsafe = unsafe
         self.arguments: dict[str, Any] = {}
         self.optimizers: Optimizers = {}
@@ -97,7 +97,7 @@ class Group:
             }
         except (TypeError, ValueError) as error:
             message = by_given_name(str(error), self.names, arguments)
-            raise type(error)(f"{self._owner}, param group {self.number}: {message}") from None
+            raise type(error)(f"{self.owner}, param group {self.number}: {message}") from None
 
     def follow(self, arguments: Mapping[str, Any], optimizers: Optimizers) -> None:
         """Step with other hyperparameters from here on; the caller has migrated the state before, and gives segments their optimizer."""
@@ -124,21 +124,6 @@ class Group:
             for dtype, old in self.optimizers.items()
             if skeleton(old.transform) != skeleton(optimizers[dtype].transform)
         }
-
-    def require_cuts(self, optimizers: Optimizers) -> None:
-        """Refuse optimizers that have to see whole tensors, where parameters are stepped by others, and the other way round.
-
-        Raises:
-            ValueError: The message says what changed.
-        """
-        for dtype, new in optimizers.items():
-            before, after = (one.needs_whole for one in (self.optimizers[dtype], new))
-            if self.steps[dtype].elements and before != after:
-                raise ValueError(
-                    f"{self._owner}, param group {self.number}: its transform would {'have' if after else 'not have'} to see"
-                    " whole tensors, and its parameters were placed at the first step for one that"
-                    f" {'has' if before else 'has not'}; make a new optimizer."
-                )
 
     def require_capturable(self, arguments: Mapping[str, Any], device: torch.device) -> None:
         """Refuse hyperparameters that a captured step on a device could not follow.

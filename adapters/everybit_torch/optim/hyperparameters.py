@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import everybit as eb
@@ -45,8 +46,7 @@ def follow(
         group.follow(new, optimizers)
     _give_optimizers(parameters)
     for stepped, plan in plans:
-        before = stepped.of.segment
-        stepped.of.segment = Segment(stepped.optimizer, before.tensor, plan.state, before.first)
+        stepped.of.segment = replace(stepped.of.segment, optimizer=stepped.optimizer, state=plan.state)
         for number, parameter in enumerate(stepped.of.parameters):
             own = shown(parameter, stepped.of.entries(number))
             parameters.states.migrate(parameter, own, plan.begun, plan.ended)
@@ -84,6 +84,35 @@ def require_same_decisions(
                 )
 
 
+def require_same_view(parameters: Parameters, group: Group, optimizers: Optimizers) -> None:
+    """Refuse optimizers that look at more than parameters were placed for: at whole tensors, at numbers of each, at indices in the whole.
+
+    Args:
+        parameters: The optimizer's parameters.
+        group: The group whose optimizers they will be.
+        optimizers: By dtype, with the masks and labels of the present ones.
+
+    Raises:
+        ValueError: The message says what changed.
+    """
+    own = [one for one in parameters.stepped if one.group is group]
+    placed = {(one.dtype, one.decision, one.of.is_sharded): one.optimizer for one in own}
+    visited = [one for one in parameters.visited() if one.group is group]
+    placed |= {(one.parameter.dtype, one.decision, True): one.optimizer for one in visited}
+    for (dtype, decision, is_sharded), before in placed.items():
+        after = applied(optimizers[dtype], decision)
+        for what, was, will in (
+            ("see whole tensors", before.needs_whole, after.needs_whole),
+            ("request numbers of each parameter", before.per_tensor, after.per_tensor or before.per_tensor),
+            ("draw random bits", before.draws_bits, before.draws_bits or (is_sharded and after.draws_bits)),
+        ):
+            if was != will:
+                raise ValueError(
+                    f"{group.owner}, param group {group.number}: its transform would {'' if will else 'not '}{what}, and its parameters"
+                    f" were placed at the first step for one that does{' not' if will else ''}; make a new optimizer."
+                )
+
+
 def start_with(parameters: Parameters, arguments: Sequence[dict[str, Any]], optimizers: Sequence[Optimizers]) -> None:
     """Step with other hyperparameters, for state that is loaded after this: state that differs begins anew."""
     changed = {group.number: group.changed(new) for group, new in zip(parameters.groups, optimizers, strict=True)}
@@ -93,7 +122,7 @@ def start_with(parameters: Parameters, arguments: Sequence[dict[str, Any]], opti
     for one in parameters.stepped:
         if one.dtype in changed[one.group.number]:
             before = one.of.segment
-            one.of.segment = Segment.new(one.optimizer, before.tensor, before.first)
+            one.of.segment = Segment.new(one.optimizer, before.tensor, before.first, before.is_part)
             parameters.show([one])
     for visiting in parameters.visiting:
         if any(one.parameter.dtype in changed[one.group.number] for one in visiting.members):
@@ -117,7 +146,7 @@ def _migrations(
     """
     changed = group.changed(optimizers)
     if changed:
-        group.require_cuts(optimizers)
+        require_same_view(parameters, group, optimizers)
     if any(one.group is group and one.parameter.dtype in changed for one in parameters.visited()):
         raise ValueError(
             f"param group {group.number}: its transform would keep other state, and that of parameters that are stepped whole lies with"

@@ -18,7 +18,7 @@ from everybit.base import at
 from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch.arguments import as_python, differ
 from everybit_torch.optim.groups import Optimizers
-from everybit_torch.optim.hyperparameters import require_same_decisions, start_with
+from everybit_torch.optim.hyperparameters import require_same_decisions, require_same_view, start_with
 from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import Plan, parameters_of
 from everybit_torch.optim.state_dicts import full_precision
@@ -116,8 +116,8 @@ def judge_settings(front: Front, saved: Saved) -> Settings:
         settings.arguments.append(arguments)
         settings.optimizers.append(optimizers)
     for stepped, new_optimizers, values in zip(front.own.groups, settings.optimizers, front.own_groups, strict=True):
-        stepped.require_cuts(new_optimizers)
         require_same_decisions(front.own, stepped, new_optimizers, values)
+        require_same_view(front.own, stepped, new_optimizers)
     return settings
 
 

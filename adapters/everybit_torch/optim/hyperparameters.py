@@ -157,7 +157,7 @@ def _migrations(
             continue
         try:
             new: eb.Optimizer[Any] = applied(optimizers[one.dtype], one.decision)
-            plan = plan_migration(one.of.segment, new)
+            plan = plan_migration(one.of.segment, new, one.of.weights)
             may_begin(one, plan.begun, arguments)
         except ValueError as error:
             before = group.arguments

@@ -194,6 +194,13 @@ class Bucket:
         state = cut(whole.state, whole.stored, where.start, where.stop, on_shared)
         return Segment(whole.optimizer, local(parameter).detach().reshape(-1), state, self._firsts[number])
 
+    def weights(self) -> Tensor:
+        """Return the present weights as a vector, wherever they lie."""
+        vector = torch.zeros_like(self.segment.tensor)
+        for where, x in zip(self._ranges, self._here(), strict=True):
+            vector[where].copy_(x.detach().reshape(-1))
+        return vector
+
     def entries(self, number: int) -> list[tuple[Entry, Tensor]]:
         """List the tensors of one parameter's state with their names and roles: views, and what all parameters share."""
         start, stop = self._ranges[number].start, self._ranges[number].stop

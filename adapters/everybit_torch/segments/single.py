@@ -75,6 +75,10 @@ class Single:
         """Return the parameter's segment."""
         return self.segment
 
+    def weights(self) -> Tensor:
+        """Return the present weights in the shape of the segment's tensor, wherever they lie."""
+        return local(self.parameters[0]).detach().reshape(self.segment.tensor.shape)
+
     def entries(self, number: int) -> list[tuple[Entry, Tensor]]:  # noqa: ARG002  # there is one
         """List the tensors of the parameter's state with their names and roles."""
         return self.segment.entries()

@@ -9,7 +9,7 @@ them are, and a count that begins at zero next to moments that have gone on woul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -99,8 +99,13 @@ class Held(Protocol):
     first: Any
 
 
-def plan_migration(segment: Held, optimizer: eb.Optimizer[Any]) -> Migration:
+def plan_migration(segment: Held, optimizer: eb.Optimizer[Any], weights: Callable[[], Tensor]) -> Migration:
     """Plan a segment's state for an optimizer with other hyperparameters; the present state is not changed.
+
+    Args:
+        segment: The segment, whose tensor may have the weights of the last step.
+        optimizer: The other optimizer.
+        weights: Returns the present weights, with which slots begin.
 
     Raises:
         ValueError: It cannot be told which of several entries of one name is which, or a count would begin or end.
@@ -131,9 +136,7 @@ def plan_migration(segment: Held, optimizer: eb.Optimizer[Any]) -> Migration:
             begun.append(name)
     ended = [name for entries in left.values() for name, _ in entries]
     if begun:
-        fresh = {
-            name: value for name, value, _ in named_fields(Segment.new(optimizer, segment.tensor, segment.first).state)
-        }
+        fresh = {name: value for name, value, _ in named_fields(Segment.new(optimizer, weights(), segment.first).state)}
         carried |= {name: fresh[name] for name in begun}
     return Migration(_assemble(shadow, new, carried), begun, ended)
 

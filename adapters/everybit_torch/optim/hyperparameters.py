@@ -98,7 +98,7 @@ def require_same_view(parameters: Parameters, group: Group, optimizers: Optimize
     own = [one for one in parameters.stepped if one.group is group]
     placed = {(one.dtype, one.decision, one.of.is_sharded): one.optimizer for one in own}
     visited = [one for one in parameters.visited() if one.group is group]
-    placed |= {(one.parameter.dtype, one.decision, True): one.optimizer for one in visited}
+    placed |= {(one.parameter.dtype, one.decision, False): one.optimizer for one in visited}  # an owner has the whole
     for (dtype, decision, is_sharded), before in placed.items():
         after = applied(optimizers[dtype], decision)
         for what, was, will in (

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from everybit_torch.collectives import Communicator
 
@@ -53,7 +51,7 @@ class Turns:
         highest = torch.tensor(own, dtype=torch.int64, device="cpu")
         for ranks in self._ranks:
             ranks.all_reduce(highest, "what ranks begin", dist.ReduceOp.MAX).wait()
-        most, least, is_last, is_not, count, fewest = _bytes_of(highest).cast("q")
+        most, least, is_last, is_not, count, fewest = highest.tolist()
         self.apart = (most, is_last, count) != (-least, -is_not, -fewest)
         if most != -least:
             other = list(_TURNS)[most if position != most else -least]
@@ -77,14 +75,9 @@ class Turns:
         found = torch.tensor(list(flags), dtype=torch.uint8, device="cpu")
         for ranks in self._ranks:
             ranks.all_reduce(found, "which parameters have a gradient", dist.ReduceOp.MAX).wait()
-        return [flag != 0 for flag in _bytes_of(found)]
+        return [flag != 0 for flag in found.tolist()]
 
     def close(self) -> None:
         """Give back process groups that were made for it. Every rank has to call it."""
         for ranks in self._ranks:
             ranks.close()
-
-
-def _bytes_of(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, which has elements: a view, which is valid as long as the tensor is."""
-    return memoryview((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())).cast("B")

@@ -111,11 +111,13 @@ class Bucket:
         self._sources: list[Tensor] = []  # their parts of the vector
         self._is_dense = False
         self._grad: Tensor | None = None
-        self._grads: list[Tensor] = []  # their parts of the gradient; none, if all are vectors without gaps
+        self._grads: list[Tensor] = []  # their parts of the gradient
+        self._rows: Tensor | None = None  # the gradient as rows, if all parameters have rows of one shape, and there are no gaps
 
     def __getstate__(self) -> dict[str, Any]:
         # In a copy these would be no views any more.
-        return self.__dict__ | {"_targets": [], "_sources": [], "_is_dense": False, "_grad": None, "_grads": []}
+        gone = {"_targets": [], "_sources": [], "_is_dense": False, "_grad": None, "_grads": [], "_rows": None}
+        return self.__dict__ | gone
 
     def _here(self) -> list[Tensor]:
         """This rank's parts of the parameters."""
@@ -164,12 +166,16 @@ class Bucket:
         dtype = dtypes.pop() if len(dtypes) == 1 else reduce(torch.promote_types, dtypes)
         if self._grad is None or self._grad.dtype is not dtype:
             self._grad = torch.zeros(vector.numel(), dtype=dtype, device=vector.device)
+            self._grads, self._rows = self._parts(self._grad, grads), None
+            shapes = {grad.shape[1:] for grad in grads}
             has_gaps = vector.numel() != sum(map(Tensor.numel, grads))
-            are_vectors = not has_gaps and all(grad.ndim == 1 for grad in grads)
-            self._grads = [] if are_vectors else self._parts(self._grad, grads)
-        if not self._grads:
-            return torch.cat([*grads], out=self._grad)
-        foreach_copy(self._grads, grads)  # in their shapes, because a view of each takes as long as its copy
+            if len(shapes) == 1 and all(grad.ndim for grad in grads) and not has_gaps:
+                self._rows = self._grad.view(sum(map(len, grads)), *shapes.pop())
+        # In their shapes, because a view of each takes as long as its copy.
+        if self._rows is None:
+            foreach_copy(self._grads, grads)
+        else:
+            torch.cat([*grads], out=self._rows)
         return self._grad
 
     def scatter(self) -> None:

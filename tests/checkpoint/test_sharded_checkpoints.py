@@ -333,7 +333,6 @@ def test_what_fails_on_one_rank_fails_on_all_at_once(tmp_path: Path) -> None:
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class FadingState(Generic[P]):
     """Beside a slot, single numbers of three dtypes that change at every step."""
 

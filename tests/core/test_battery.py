@@ -229,7 +229,6 @@ def test_vmap_over_the_step_itself_draws_each_members_own_bits() -> None:
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class Memory(Generic[P]):
     memory: eb.Slot[P]
 
@@ -380,7 +379,6 @@ class AsksForEachTensorItHas(Liar):
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class Estimate(Generic[P]):
     largest: Tensor
     memory: eb.Slot[P]

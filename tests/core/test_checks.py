@@ -217,7 +217,6 @@ def test_a_slow_momentum_falls_when_gradients_do(name: str) -> None:
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class OwnState(Generic[P]):
     variance: eb.Slot[P]
     previous: eb.Slot[P]

@@ -5,7 +5,6 @@ That the honest pass is an example in its docstring.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -85,7 +84,6 @@ def test_matrices_without_elements_are_checked() -> None:
 
 def test_a_slot_of_an_empty_dict_is_refused() -> None:
     @eb.state
-    @dataclass(frozen=True, slots=True)
     class State:
         rows: eb.Slot[Any]
 

@@ -16,7 +16,6 @@ P = TypeVar("P")
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class TwoSlots(Generic[P]):
     momentum: eb.Slot[P]
     variance: eb.Slot[P]
@@ -105,14 +104,12 @@ class Named(NamedTuple):
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class WithoutSlots(Generic[P]):
     momentum: P
     variance: P
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class WithANumber(Generic[P]):
     momentum: eb.Slot[P]
     count: Any

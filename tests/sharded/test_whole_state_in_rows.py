@@ -111,7 +111,6 @@ class TowardsTheBeginning:
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class BeginningState(Generic[P]):
     slow: eb.Slot[P]
 

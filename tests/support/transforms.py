@@ -114,7 +114,6 @@ class AddNoise:
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class AverageState(Generic[P]):
     """``average`` of the weights; ``step`` is counted by who is around it."""
 
@@ -147,7 +146,6 @@ class AverageWeights:
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class ScaleState(Generic[P]):
     """``size``: magnitudes of a gradient of some steps ago."""
 
@@ -195,7 +193,6 @@ class CountedWork(ScaleByOldMagnitudes):
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class OldNormState:
     """``norm`` of all updates, of some steps ago: 0-d, float64, the same for all parameters that are stepped equally often."""
 
@@ -230,7 +227,6 @@ class ScaleByOldNorm:
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class FactoredState(Generic[P]):
     """``variance``: of a matrix the means of the squares of its rows and columns, of anything else those of its elements."""
 

@@ -281,7 +281,6 @@ def test_masks_of_other_keyword_defaults_are_other_transforms() -> None:
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class Named(Generic[P]):
     """Slots called as what is no slot."""
 

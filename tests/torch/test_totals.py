@@ -50,7 +50,6 @@ def decayed(learning_rate: Any) -> eb.Transform[Any]:
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class DistanceState:
     """How far the weights have come, in all: 0-d, float64."""
 

@@ -13,7 +13,6 @@ P = TypeVar("P")
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class SignumState(Generic[P]):
     momentum: eb.Slot[P]
 

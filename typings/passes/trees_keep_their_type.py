@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_type
 
 import torch
@@ -17,7 +16,6 @@ class Pair(NamedTuple):
 
 
 @eb.state
-@dataclass(frozen=True, slots=True)
 class Layer:
     weight: Tensor
     inner: list[Pair]

@@ -15,7 +15,6 @@ own, and all of them are stepped as one buffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -27,7 +26,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class Blocks:
     """The elements of a flat buffer with gaps, for the ``first_element`` of a :class:`~everybit.Context`.
 
@@ -67,7 +65,6 @@ class Blocks:
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class Scattered:
     """The elements of a vector that is gathered from several places of a model, for the ``first_element`` of a :class:`~everybit.Context`.
 

@@ -222,6 +222,10 @@ class Ranged:
             elif not is_optional or value is not None:
                 one.check(name, value)
 
+    def at(self, step: Tensor | None, *names: str) -> tuple[Scalar, ...]:
+        """The values of hyperparameters at a step, by the names of their fields; see :func:`at`."""
+        return tuple([at(getattr(self, name), step, name=name) for name in names])
+
 
 class Options(Ranged):
     """Base class of values that hold several options of a transform, so that its signature stays short."""

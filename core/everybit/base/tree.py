@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_type_hints
 
 import optree
 import torch
@@ -47,26 +47,26 @@ Slot = Annotated[P, _SlotMark]
 _SLOTS: dict[type[Any], dict[str, bool]] = {}
 
 
+@dataclass_transform(frozen_default=True)
 def state(cls: C) -> C:
-    """Register a frozen dataclass as optimizer state: a tree node for optree, and for ``torch.func`` and ``torch.compile``.
+    """Make a class a frozen dataclass of optimizer state: a tree node for optree, and for ``torch.func`` and ``torch.compile``.
 
     Fields annotated ``Slot[P]`` hold one tensor per parameter; a policy finds them by name. A field annotated ``int`` is part of the
     structure, and constant where code is compiled. Every other field is a tensor (a counter, say) or nested state.
 
     Raises:
-        TypeError: ``cls`` is not a dataclass, or its annotations cannot be resolved.
+        TypeError: The annotations of ``cls`` cannot be resolved.
     """
-    made: Any = cls
-    if not dataclasses.is_dataclass(made):
-        raise TypeError(f"@state needs a dataclass, got {cls!r}: put @dataclass(frozen=True, slots=True) under it.")
+    is_made = "__dataclass_fields__" in vars(cls)
+    made: Any = cls if is_made else dataclasses.dataclass(frozen=True, slots=True)(cls)
     names = tuple(field.name for field in dataclasses.fields(made))
     try:
-        hints = get_type_hints(cls, include_extras=True)
+        hints = get_type_hints(made, include_extras=True)
     except NameError as error:
         raise TypeError(
-            f"@state on {cls.__qualname__}: {error}; names in its annotations must be defined in its module, not inside a function."
+            f"@state on {made.__qualname__}: {error}; names in its annotations must be defined in its module, not inside a function."
         ) from None
-    _SLOTS[cls] = {name: _SlotMark in get_args(hints[name]) for name in names}
+    _SLOTS[made] = {name: _SlotMark in get_args(hints[name]) for name in names}
     numbers = tuple(name for name in names if hints[name] is int)
     held = tuple(name for name in names if name not in numbers)
 
@@ -74,17 +74,17 @@ def state(cls: C) -> C:
         return tuple(getattr(node, name) for name in held), tuple(getattr(node, name) for name in numbers), held
 
     def unflatten(fixed: tuple[int, ...], children: Iterable[Any]) -> Any:
-        return cls(**dict(zip(held, children, strict=True)), **dict(zip(numbers, fixed, strict=True)))
+        return made(**dict(zip(held, children, strict=True)), **dict(zip(numbers, fixed, strict=True)))
 
     register: Any = optree.register_pytree_node  # its stub wants a Collection, which a dataclass need not be
-    register(cls, flatten, unflatten, path_entry_type=optree.DataclassEntry, namespace=NAMESPACE)
+    register(made, flatten, unflatten, path_entry_type=optree.DataclassEntry, namespace=NAMESPACE)
     torch_pytree.register_pytree_node(
-        cls,
+        made,
         lambda node: ([_with_holes(child) for child in flatten(node)[0]], flatten(node)[1]),
         lambda children, fixed: unflatten(fixed, (_without_holes(child) for child in children)),
-        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        serialized_type_name=f"{made.__module__}.{made.__qualname__}",
     )
-    return cls
+    return cast(C, made)
 
 
 class _Hole:

@@ -16,7 +16,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AccumulateState(Generic[P]):
     """``step`` counts updates made, ``count`` the gradients since the last one (both int64, 0-d); ``gradient`` is their mean."""
 

@@ -19,7 +19,6 @@ Rescale = Literal["count", "share", "none"]
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class CautiousState:
     """The inner transform's state."""
 

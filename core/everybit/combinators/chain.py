@@ -18,7 +18,6 @@ R = TypeVar("R")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class ChainState:
     """``step`` counts the updates done (int64, 0-d), once for the whole chain; ``states`` are those of its transforms."""
 
@@ -27,7 +26,6 @@ class ChainState:
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class NamedChainState:
     """The state of a named chain: as :class:`ChainState`, with the states of its transforms by name."""
 

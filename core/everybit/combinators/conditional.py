@@ -29,7 +29,6 @@ Otherwise = Literal["zero", "pass"]
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class ConditionallyState:
     """``step`` counts the updates made while the condition held (int64, 0-d)."""
 
@@ -38,7 +37,6 @@ class ConditionallyState:
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class FreezableState:
     """``frozen``, a 0-d bool, says whether updates are zero; ``step`` counts the updates made (int64, 0-d)."""
 

@@ -17,7 +17,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class EmaNesterovState(Generic[P]):
     """The running mean of the weights' moves, how far ahead of them the parameters are, and the inner transform's state."""
 

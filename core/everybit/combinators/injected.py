@@ -28,7 +28,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class InjectedState:
     """The hyperparameters by name, float64 and 0-d, and the inner transform's state."""
 

@@ -15,7 +15,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class LookaheadState(Generic[P]):
     """The slow weights, and the inner transform's state."""
 

@@ -30,7 +30,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class LowRankState(Generic[P]):
     """The inner transform's state of projected gradients, and the bases: (size of the projected dimension, rank) for each matrix.
 

@@ -16,7 +16,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class MaskedState:
     """The inner transform's state, with holes (``None``) where the mask is False."""
 
@@ -24,7 +23,6 @@ class MaskedState:
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class PartitionState:
     """Each label's state, with holes where the label is another."""
 

@@ -17,7 +17,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class ApplyIfFiniteState:
     """Counters, int64 and 0-d: ``step`` updates made, ``skipped`` in all, ``consecutive`` skipped since the last one made."""
 
@@ -75,7 +74,6 @@ apply_if_finite = ApplyIfFinite
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class SkipLargeUpdatesState:
     """Counters, int64 and 0-d: ``step`` updates made, ``skipped`` in all."""
 

@@ -10,18 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import (
-    Count,
-    Key,
-    Options,
-    Updates,
-    first_of_whole,
-    mean,
-    normal,
-    require_each,
-    require_step,
-    tree,
-)
+from everybit.base import Count, Key, Options, Updates, first_of_whole, mean, normal, require_each, require_step, tree
 from everybit.linalg.operations import eigenvectors, product
 from everybit.linalg.views import MatrixView, view_for
 from everybit.protocol import Context

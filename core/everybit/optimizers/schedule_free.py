@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from everybit.base import Hyperparameter, Scalar
 from everybit.combinators import Chain, chain
-from everybit.transforms import (
-    add_decayed_weights,
-    scale_by_running_square,
-    schedule_free,
-)
+from everybit.transforms import add_decayed_weights, scale_by_running_square, schedule_free
 
 
 def schedule_free_sgd(

@@ -7,14 +7,7 @@ from typing import Any
 from everybit.base import Hyperparameter
 from everybit.combinators import Chain, chain
 from everybit.protocol import Transform
-from everybit.transforms import (
-    add_decayed_weights,
-    identity,
-    scale,
-    scale_by_learning_rate,
-    scale_by_rms,
-    trace,
-)
+from everybit.transforms import add_decayed_weights, identity, scale, scale_by_learning_rate, scale_by_rms, trace
 
 
 def sgd(

@@ -5,13 +5,7 @@ from __future__ import annotations
 from everybit.base import Hyperparameter
 from everybit.combinators import Chain, chain
 from everybit.optimizers.sgd import ascent
-from everybit.transforms import (
-    add_decayed_weights,
-    running_mean,
-    scale_by_learning_rate,
-    scale_by_lion,
-    scale_by_sign,
-)
+from everybit.transforms import add_decayed_weights, running_mean, scale_by_learning_rate, scale_by_lion, scale_by_sign
 
 
 def lion(

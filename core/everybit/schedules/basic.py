@@ -14,16 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.base import (
-    Constant,
-    PositiveConstant,
-    Range,
-    Ranged,
-    Schedule,
-    Updates,
-    cos,
-    require_count,
-)
+from everybit.base import Constant, PositiveConstant, Range, Ranged, Schedule, Updates, cos, require_count
 
 
 @dataclass(frozen=True, slots=True)

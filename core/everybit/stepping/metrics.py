@@ -18,7 +18,6 @@ S = TypeVar("S")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class Metrics:
     """The effect of one step's updates on stored weights: sums, 0-d float64, so that those of several buffers or shards can be added.
 
@@ -100,7 +99,6 @@ class Metrics:
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class MeasuredState(Generic[S]):
     """The optimizer's state, and the metrics of the step that made it."""
 

@@ -59,7 +59,6 @@ Unsafe = Literal["refuse", "warn", "allow"]
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class OptimizerState(Generic[S]):
     """All that an optimizer keeps between steps.
 

@@ -36,14 +36,7 @@ from everybit.transforms.momentum import (
     scale_by_running_square,
     trace,
 )
-from everybit.transforms.orthogonalize import (
-    Norm,
-    Side,
-    Sides,
-    equalize,
-    orthogonalize,
-    scale_by_normuon,
-)
+from everybit.transforms.orthogonalize import Norm, Side, Sides, equalize, orthogonalize, scale_by_normuon
 from everybit.transforms.projected import ScaledBy, scale_by_apollo, scale_by_dion
 from everybit.transforms.rms import scale_by_adadelta, scale_by_adagrad, scale_by_rms
 from everybit.transforms.shampoo import Damping, Grafting, scale_by_shampoo

@@ -9,19 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import (
-    NonNegative,
-    Rate,
-    Slot,
-    at,
-    atan,
-    bias_correction,
-    is_zero,
-    materialize,
-    require_step,
-    sqrt,
-    tree,
-)
+from everybit.base import NonNegative, Rate, Slot, atan, bias_correction, is_zero, materialize, require_step, sqrt, tree
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
@@ -32,7 +20,6 @@ Amsgrad = bool | Literal["corrected"]
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AdamState(Generic[P]):
     """Two moments: of Adam the running means of the gradient and of its square."""
 
@@ -58,7 +45,6 @@ class TwoMoments(Elementwise):
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AmsgradState(Generic[P]):
     """Adam's moments, and the greatest running square so far."""
 
@@ -126,8 +112,7 @@ class ScaleByAdam(Elementwise):
     ) -> tuple[P, AdamState[P] | AmsgradState[P]]:
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_adam")
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        eps, eps_root = at(self.eps, step, name="eps"), at(self.eps_root, step, name="eps_root")
+        b1, b2, eps, eps_root = self.at(step, "b1", "b2", "eps", "eps_root")
         unbias_mean, unbias_square = (
             materialize(1 / bias_correction(b1, step)),
             materialize(1 / bias_correction(b2, step)),
@@ -162,7 +147,6 @@ scale_by_adam = ScaleByAdam
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class NadamState(Generic[P]):
     r"""Adam's moments, and the product of all momentum coefficients so far, :math:`\prod_{s \le t} \mu_s`: 0-d, float64."""
 
@@ -216,8 +200,7 @@ class ScaleByNadam(Elementwise):
     def update(self, updates: P, state: NadamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, NadamState[P]]:
         """Update the moments, look ahead, and precondition."""
         step = require_step(ctx.step, "scale_by_nadam")
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        eps, psi = at(self.eps, step, name="eps"), at(self.momentum_decay, step, name="momentum_decay")
+        b1, b2, eps, psi = self.at(step, "b1", "b2", "eps", "momentum_decay")
         mu, mu_next = (b1 * (1 - 0.5 * 0.96 ** (number.double() * psi)) for number in (step, step + 1))
         product = state.mu_product * mu
         unbias_square = materialize(1 / bias_correction(b2, step))
@@ -237,7 +220,6 @@ scale_by_nadam = ScaleByNadam
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AdamaxState(Generic[P]):
     """The running mean of the gradient, and the decaying maximum of its magnitude, which torch calls ``exp_inf``."""
 
@@ -282,7 +264,7 @@ class ScaleByAdamax(Elementwise):
     def update(self, updates: P, state: AdamaxState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamaxState[P]]:
         """Update both, and divide one by the other."""
         step = require_step(ctx.step, "scale_by_adamax")
-        b1, b2, eps = at(self.b1, step, name="b1"), at(self.b2, step, name="b2"), at(self.eps, step, name="eps")
+        b1, b2, eps = self.at(step, "b1", "b2", "eps")
         unbias = materialize(1 / bias_correction(b1, step))
 
         def greatest(g: Tensor, n: Tensor) -> Tensor:
@@ -327,8 +309,7 @@ class ScaleByAdamAtan2(TwoMoments):
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, and return their angles."""
         step = require_step(ctx.step, "scale_by_adam_atan2")
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        a, b = at(self.a, step, name="a"), at(self.b, step, name="b")
+        b1, b2, a, b = self.at(step, "b1", "b2", "a", "b")
         unbias_mean, unbias_square = (materialize(1 / bias_correction(rate, step)) for rate in (b1, b2))
 
         def angle(m: Tensor, v: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class ScaleByRadam(TwoMoments):
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, and precondition by them where the second one can be trusted."""
         step = require_step(ctx.step, "scale_by_radam")
-        b1, b2, eps = at(self.b1, step, name="b1"), at(self.b2, step, name="b2"), at(self.eps, step, name="eps")
+        b1, b2, eps = self.at(step, "b1", "b2", "eps")
         correction = bias_correction(b2, step)
         is_trusted, factor = rectification(b2, step, at(self.threshold, step, name="threshold"))
         unbias_mean, root = materialize(1 / bias_correction(b1, step)), materialize(sqrt(correction))
@@ -138,8 +138,7 @@ class ScaleByBelief(TwoMoments):
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_belief")
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        eps, eps_root = at(self.eps, step, name="eps"), at(self.eps_root, step, name="eps_root")
+        b1, b2, eps, eps_root = self.at(step, "b1", "b2", "eps", "eps_root")
         unbias_mean, unbias_square = (materialize(1 / bias_correction(b, step)) for b in (b1, b2))
 
         momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
@@ -203,8 +202,7 @@ class ScaleByYogi(Elementwise):
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_yogi")
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        eps = at(self.eps, step, name="eps")
+        b1, b2, eps = self.at(step, "b1", "b2", "eps")
         unbias_mean, unbias_square = (materialize(1 / bias_correction(b, step)) for b in (b1, b2))
 
         def followed(g: Tensor, v: Tensor) -> Tensor:
@@ -255,8 +253,7 @@ class ScaleByStableAdam(TwoMoments):
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Update the moments, precondition by them, and limit each tensor's step."""
         step = require_step(ctx.step, "scale_by_stable_adam")
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        eps, decay = at(self.eps, step, name="eps"), at(self.weight_decay, step, name="weight_decay")
+        b1, b2, eps, decay = self.at(step, "b1", "b2", "eps", "weight_decay")
         unbias_mean, unbias_square = (materialize(1 / bias_correction(b, step)) for b in (b1, b2))
         least = materialize(eps * torch.ones_like(step, dtype=torch.float64))
 
@@ -328,7 +325,7 @@ class ScaleByAdopt(TwoMoments):
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
         """Normalise by the old square, average, and update the square."""
         step = require_step(ctx.step, "scale_by_adopt")
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
+        b1, b2 = self.at(step, "b1", "b2")
         eps = at(self.eps, step, name="eps") * torch.ones_like(step, dtype=torch.float64)
         first = step == 1
         limit = None

@@ -31,7 +31,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AverageState(Generic[P]):
     """The average of the weights."""
 
@@ -186,7 +185,6 @@ power_average_weights = PowerAverageWeights
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AsgdState(Generic[P]):
     """The average of the weights, which torch calls ``ax``, and the learning rate of the next step: 0-d, float64."""
 
@@ -238,8 +236,7 @@ class AveragedDescent(Elementwise):
     def update(self, updates: P, state: AsgdState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AsgdState[P]]:
         """Descend, and bring the average nearer to the weights after it."""
         step = require_step(ctx.step, "averaged_descent")
-        rate, lambd = at(self.learning_rate, step, name="learning_rate"), at(self.lambd, step, name="lambd")
-        alpha, start = at(self.alpha, step, name="alpha"), at(self.t0, step, name="t0")
+        rate, lambd, alpha, start = self.at(step, "learning_rate", "lambd", "alpha", "t0")
         number = step.double()
         eta = materialize(torch.where(step == 1, torch.zeros_like(state.eta) + rate, state.eta))
         # A power of two tensors: torch has roots of its own for powers by some numbers.
@@ -261,7 +258,6 @@ averaged_descent = AveragedDescent
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class ScheduleFreeState(Generic[P]):
     """``base``: the weights that are stepped, the paper's z. Beside it the sum of the shares so far, and the greatest learning rate."""
 

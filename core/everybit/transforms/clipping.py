@@ -8,18 +8,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import (
-    NonNegative,
-    Rate,
-    Updates,
-    at,
-    beside,
-    materialize,
-    mean,
-    require_step,
-    sqrt,
-    tree,
-)
+from everybit.base import NonNegative, Rate, Updates, at, beside, materialize, mean, require_step, sqrt, tree
 from everybit.protocol import ALONE, Context, Elementwise, SumOfSquares, WholeTensors
 from everybit.transforms.updates import Empty, Memoryless
 
@@ -59,7 +48,7 @@ class ClipByUnitNorm(Memoryless, WholeTensors):
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the clipped updates."""
-        limit, eps = at(self.limit, ctx.step, name="limit"), at(self.eps, ctx.step, name="eps")
+        limit, eps = self.at(ctx.step, "limit", "eps")
 
         def norms(x: Tensor) -> Tensor:
             """The norm of each unit, float64."""
@@ -121,7 +110,6 @@ class ClipByRms(Memoryless, Elementwise):
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class ZClipState:
     """Running mean and variance of the gradients' norms; float64, 0-d."""
 
@@ -169,7 +157,7 @@ class ClipByZScore(Elementwise):
     def update(self, updates: P, state: ZClipState, params: P, ctx: Context = ALONE) -> tuple[P, ZClipState]:
         """Return the scaled updates, and the statistics with their norm."""
         step = require_step(ctx.step, "clip_by_z_score")
-        decay, limit = at(self.decay, step, name="decay"), at(self.limit, step, name="limit")
+        decay, limit = self.at(step, "decay", "limit")
 
         def clipped(square: Tensor) -> tuple[P, ZClipState]:
             norm = sqrt(square)

@@ -8,17 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import (
-    NonNegative,
-    Rate,
-    Slot,
-    at,
-    bias_correction,
-    materialize,
-    require_step,
-    sqrt,
-    tree,
-)
+from everybit.base import NonNegative, Rate, Slot, at, bias_correction, materialize, require_step, sqrt, tree
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 from everybit.transforms.updates import Empty, Memoryless
 
@@ -26,7 +16,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AdanState(Generic[P]):
     """Running means of the gradient, of its differences, and of the square of both; and the last gradient."""
 
@@ -92,7 +81,7 @@ class ScaleByAdan(Elementwise):
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_adan")
         b1, b2, b3 = (at(getattr(self, name), step, name=name) for name in ("b1", "b2", "b3"))
-        eps, eps_root = at(self.eps, step, name="eps"), at(self.eps_root, step, name="eps_root")
+        eps, eps_root = self.at(step, "eps", "eps_root")
         ahead = b2 if self.look_ahead is None else at(self.look_ahead, step, name="look_ahead")
         unbias_mean, unbias_square = (materialize(1 / bias_correction(b, step)) for b in (b1, b3))
         unbias_difference = materialize(ahead / bias_correction(b2, step))
@@ -154,7 +143,6 @@ proximal_decay = ProximalDecay
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class VarianceReductionState(Generic[P]):
     """The last gradient."""
 

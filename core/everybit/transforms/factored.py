@@ -35,7 +35,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class FactoredRmsState(Generic[P]):
     """``variance``: of a matrix the means of the squares of its rows and of its columns, of anything else the squares of its elements."""
 
@@ -203,7 +202,6 @@ subtract_relative_decay = SubtractRelativeDecay
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class TorchAdafactorState(Generic[P]):
     """``variance``: of a matrix the means of the squares of its rows and of its columns, of anything else the squares of its elements."""
 
@@ -264,12 +262,9 @@ class ScaleByTorchAdafactor(WholeTensors):
     ) -> tuple[P, TorchAdafactorState[P]]:
         """Update the means of squares, divide by their roots, and scale to the weights."""
         step = require_step(ctx.step, "scale_by_torch_adafactor")
-        rate, decay = (
-            at(self.learning_rate, step, name="learning_rate"),
-            at(self.weight_decay, step, name="weight_decay"),
-        )
+        rate, decay = self.at(step, "learning_rate", "weight_decay")
         eps1 = None if self.eps1 is None else at(self.eps1, step, name="eps1")
-        eps2, limit = at(self.eps2, step, name="eps2"), at(self.d, step, name="d")
+        eps2, limit = self.at(step, "eps2", "d")
         number = step.double()
         # A power of two tensors: torch has roots of its own for powers by some numbers.
         share = materialize(number ** (torch.zeros_like(number) + at(self.beta2_decay, step, name="beta2_decay")))
@@ -306,7 +301,6 @@ scale_by_torch_adafactor = ScaleByTorchAdafactor
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class CameState(Generic[P]):
     """The mean of directions, the squares of gradients, and those of the differences between directions and their mean.
 
@@ -374,8 +368,7 @@ class ScaleByCame(WholeTensors):
     def update(self, updates: P, state: CameState[Any], params: P, ctx: Context = ALONE) -> tuple[P, CameState[P]]:
         """Update all means, and weigh the mean of directions."""
         b1, b2, b3 = (at(getattr(self, name), ctx.step, name=name) for name in ("b1", "b2", "b3"))
-        eps1, eps2 = at(self.eps1, ctx.step, name="eps1"), at(self.eps2, ctx.step, name="eps2")
-        limit = at(self.clip_threshold, ctx.step, name="clip_threshold")
+        eps1, eps2, limit = self.at(ctx.step, "eps1", "eps2", "clip_threshold")
 
         def square(g: Tensor, v: Any) -> Any:
             return factored.moved(v, factored.raised(g * g, eps1), 1 - b2, factored_dimensions(g))

@@ -34,7 +34,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class KronState(Generic[P]):
     """The mean of gradients, and the factors of the preconditioner's root: a triangular matrix or a diagonal for each dimension."""
 
@@ -113,8 +112,7 @@ class ScaleByKron(WholeTensors):
     def update(self, updates: P, state: KronState[Any], params: P, ctx: Context = ALONE) -> tuple[P, KronState[P]]:
         """Update the mean, fit the factors to it if that is due, and whiten it."""
         step = require_step(ctx.step, "scale_by_kron")
-        b1 = at(self.b1, step, name="b1")
-        rate = at(self.preconditioner_rate, step, name="preconditioner_rate")
+        b1, rate = self.at(step, "b1", "preconditioner_rate")
         limit = None if self.max_rms is None else at(self.max_rms, step, name="max_rms")
         unbias = materialize(1 / bias_correction(b1, step))
 

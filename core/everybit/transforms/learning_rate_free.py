@@ -30,7 +30,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class ProdigyState(Generic[P]):
     """Adam's moments; the weighted sum of gradients and the first weights; the estimate, its greatest value and its numerator."""
 
@@ -121,9 +120,9 @@ class Prodigy(Elementwise):
         """Update moments and estimate, and take a step with the estimate before."""
         step = require_step(ctx.step, "prodigy")
         d = state.estimate
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
+        b1, b2 = self.at(step, "b1", "b2")
         b3 = square_root(b2) if self.b3 is None else at(self.b3, step, name="b3")
-        eps, decay = at(self.eps, step, name="eps"), at(self.weight_decay, step, name="weight_decay")
+        eps, decay = self.at(step, "eps", "weight_decay")
         rate = at(self.learning_rate, step, name="learning_rate") * torch.ones_like(d)
         moves = rate > 0
         size = d * rate
@@ -178,7 +177,6 @@ prodigy = Prodigy
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class DAdaptAdamState(Generic[P]):
     """Adam's moments, in which gradients are weighted by step sizes; the weighted sum of gradients; the estimate and its numerator."""
 
@@ -257,7 +255,7 @@ class DAdaptAdam(Elementwise):
         """Update moments and estimate, and take a step with the estimate before."""
         step = require_step(ctx.step, "dadapt_adam")
         d = state.estimate
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
+        b1, b2 = self.at(step, "b1", "b2")
         root, eps = square_root(b2), at(self.eps, step, name="eps")
         rate = at(self.learning_rate, step, name="learning_rate") * torch.ones_like(d)
         moves = rate > 0

@@ -30,7 +30,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class TraceState(Generic[P]):
     """The decaying sum, which torch calls ``momentum_buffer``."""
 
@@ -81,8 +80,7 @@ class Trace(Elementwise):
 
     def update(self, updates: P, state: TraceState[Any], params: P, ctx: Context = ALONE) -> tuple[P, TraceState[P]]:
         """Add the gradient to the decayed sum."""
-        decay = at(self.decay, ctx.step, name="decay")
-        dampening = at(self.dampening, ctx.step, name="dampening")
+        decay, dampening = self.at(ctx.step, "decay", "dampening")
         if is_zero(dampening):
             momentum = tree.elementwise(lambda g, m: decay * m + g, updates, state.momentum)
         else:
@@ -100,7 +98,6 @@ trace = Trace
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class RunningMeanState(Generic[P]):
     """The running mean."""
 
@@ -149,7 +146,6 @@ class RunningMean(Elementwise):
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class RunningSquareState(Generic[P]):
     """The running square of the gradient."""
 
@@ -191,7 +187,7 @@ class ScaleByRunningSquare(Elementwise):
     ) -> tuple[P, RunningSquareState[P]]:
         """Update the square, and divide by its root."""
         step = require_step(ctx.step, "scale_by_running_square")
-        decay, eps = at(self.decay, step, name="decay"), at(self.eps, step, name="eps")
+        decay, eps = self.at(step, "decay", "eps")
         unbias = materialize(1 / bias_correction(decay, step))
         variance = tree.elementwise(lambda g, v: decay * v + (1 - decay) * (g * g), updates, state.variance)
         moved = tree.elementwise(lambda g, v: g / (sqrt(v * unbias) + eps), updates, variance)
@@ -206,7 +202,6 @@ scale_by_running_square = ScaleByRunningSquare
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class GrokfastState(Generic[P]):
     """Running mean of the gradients."""
 
@@ -248,7 +243,7 @@ class AmplifySlowGradients(Elementwise):
     ) -> tuple[P, GrokfastState[P]]:
         """Update the mean, and add it."""
         step = require_step(ctx.step, "amplify_slow_gradients")
-        decay, gain = at(self.decay, step, name="decay"), at(self.gain, step, name="gain")
+        decay, gain = self.at(step, "decay", "gain")
         share = materialize(torch.where(step == 1, 1.0, (1 - decay) * torch.ones_like(step, dtype=torch.float64)))
         mean = tree.elementwise(lambda g, m: decay * m + share * g, updates, state.mean)
         return tree.elementwise(lambda g, m: g + gain * m, updates, mean), GrokfastState(mean)
@@ -258,7 +253,6 @@ amplify_slow_gradients = AmplifySlowGradients
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AdemamixState(Generic[P]):
     """A fast and a slow running mean of the gradient, and the running mean of its square."""
 
@@ -325,8 +319,7 @@ class ScaleByAdemamix(Elementwise):
     ) -> tuple[P, AdemamixState[P]]:
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_ademamix")
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        eps, eps_root = at(self.eps, step, name="eps"), at(self.eps_root, step, name="eps_root")
+        b1, b2, eps, eps_root = self.at(step, "b1", "b2", "eps", "eps_root")
         b3 = _warmed_up_decay(b1, at(self.b3, step, name="b3"), _progress(step, self.b3_warmup))
         alpha = materialize(at(self.alpha, step, name="alpha") * _progress(step, self.alpha_warmup))
         unbias_mean = materialize(1 / bias_correction(b1, step))

@@ -27,15 +27,7 @@ from everybit.base import (
 )
 from everybit.linalg import NewtonSchulz, factored
 from everybit.protocol import ALONE, Context, SlotDecay
-from everybit.transforms.matrix_wise import (
-    MatrixWise,
-    Scale,
-    Stateless,
-    alone,
-    from_shape,
-    require_scale,
-    scaled,
-)
+from everybit.transforms.matrix_wise import MatrixWise, Scale, Stateless, alone, from_shape, require_scale, scaled
 from everybit.transforms.updates import Empty
 
 P = TypeVar("P")
@@ -166,7 +158,6 @@ Norm = Literal["kept", "exact"]
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class NorMuonState(Generic[P]):
     """The running mean square of each row, or column; a dict of them for each parameter."""
 
@@ -222,7 +213,7 @@ class ScaleByNorMuon(MatrixWise):
         self, updates: P, state: NorMuonState[Any], params: P, ctx: Context = ALONE
     ) -> tuple[P, NorMuonState[P]]:
         """Update the mean squares, and divide by their roots."""
-        b2, eps = at(self.b2, ctx.step, name="b2"), at(self.eps, ctx.step, name="eps")
+        b2, eps = self.at(ctx.step, "b2", "eps")
         unbias: Any = 1.0
         if self.debias:
             unbias = materialize(1 / bias_correction(b2, require_step(ctx.step, "scale_by_normuon with debias")))

@@ -41,7 +41,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class DionState(Generic[P]):
     """The momentum, and for each matrix of c columns the right factor of its approximation, (c, rank): ``{"right": ...}``."""
 
@@ -108,7 +107,7 @@ class ScaleByDion(WholeTensors):
 
     def update(self, updates: P, state: DionState[Any], params: P, ctx: Context = ALONE) -> tuple[P, DionState[P]]:
         """Add to the momentum, approximate it, and subtract the part that is used."""
-        decay, eps = at(self.decay, ctx.step, name="decay"), at(self.eps, ctx.step, name="eps")
+        decay, eps = self.at(ctx.step, "decay", "eps")
 
         def drawn() -> Any:
             return tree.map(self._drawn, updates, ctx.keys("radius", updates), ctx.keys("angle", updates))
@@ -183,7 +182,6 @@ TINY = 1e-8
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class ApolloState(Generic[P]):
     """Adam's means of projected gradients, (rank, other side) for each matrix, the norm of its last step, and the stored bases.
 

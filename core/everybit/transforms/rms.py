@@ -13,7 +13,6 @@ from everybit.base import (
     Rate,
     Share,
     Slot,
-    at,
     is_zero,
     materialize,
     require_step,
@@ -26,7 +25,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AdagradState(Generic[P]):
     """The sum of the squares of all gradients, which torch calls ``sum``."""
 
@@ -73,7 +71,7 @@ class ScaleByAdagrad(Elementwise):
         self, updates: P, state: AdagradState[Any], params: P, ctx: Context = ALONE
     ) -> tuple[P, AdagradState[P]]:
         """Add the squares to the sum, and divide by its root."""
-        eps, lr_decay = at(self.eps, ctx.step, name="eps"), at(self.lr_decay, ctx.step, name="lr_decay")
+        eps, lr_decay = self.at(ctx.step, "eps", "lr_decay")
         total = tree.elementwise(lambda g, s: s + g * g, updates, state.sum_of_squares)
 
         def over_root(g: Tensor, s: Tensor) -> Tensor:
@@ -91,7 +89,6 @@ scale_by_adagrad = ScaleByAdagrad
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AdadeltaState(Generic[P]):
     """Running squares of the gradient and of the updates, which torch calls ``square_avg`` and ``acc_delta``."""
 
@@ -135,7 +132,7 @@ class ScaleByAdadelta(Elementwise):
         self, updates: P, state: AdadeltaState[Any], params: P, ctx: Context = ALONE
     ) -> tuple[P, AdadeltaState[P]]:
         """Update the squares of the gradients, precondition, and update those of the updates."""
-        rho, eps = at(self.rho, ctx.step, name="rho"), at(self.eps, ctx.step, name="eps")
+        rho, eps = self.at(ctx.step, "rho", "eps")
 
         def running(x: Tensor, square: Tensor) -> Tensor:
             return rho * square + (1 - rho) * (x * x)
@@ -151,7 +148,6 @@ scale_by_adadelta = ScaleByAdadelta
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class RmsState(Generic[P]):
     """The running square of the gradient."""
 
@@ -159,7 +155,6 @@ class RmsState(Generic[P]):
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class CenteredRmsState(Generic[P]):
     """The running square of the gradient, and its running mean."""
 
@@ -211,7 +206,7 @@ class ScaleByRms(Elementwise):
         self, updates: P, state: RmsState[Any] | CenteredRmsState[Any], params: P, ctx: Context = ALONE
     ) -> tuple[P, RmsState[P] | CenteredRmsState[P]]:
         """Update the moments, and divide by them."""
-        decay, eps = at(self.decay, ctx.step, name="decay"), at(self.eps, ctx.step, name="eps")
+        decay, eps = self.at(ctx.step, "decay", "eps")
         variance = tree.elementwise(lambda g, v: decay * v + (1 - decay) * (g * g), updates, state.variance)
 
         def over_root(g: Tensor, square: Tensor) -> Tensor:

@@ -66,7 +66,6 @@ class Grafting(Options):
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class ShampooState(Generic[P]):
     """The mean of gradients, that of their squares, that of their products, and the inverse roots of these.
 

@@ -31,7 +31,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class Sm3State(Generic[P]):
     """For each index of each dimension the greatest sum of squares, ``{"along0": ..., "along1": ...}``; of a vector all sums."""
 
@@ -119,7 +118,6 @@ scale_by_sm3 = ScaleBySm3
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class AdamMiniState(Generic[P]):
     """The running mean of the gradient, and of each block the running mean of its squares, ``{"blocks": ...}``."""
 
@@ -175,7 +173,7 @@ class ScaleByAdamMini(WholeTensors):
     ) -> tuple[P, AdamMiniState[P]]:
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_adam_mini")
-        b1, b2, eps = at(self.b1, step, name="b1"), at(self.b2, step, name="b2"), at(self.eps, step, name="eps")
+        b1, b2, eps = self.at(step, "b1", "b2", "eps")
         unbias_mean, unbias_square = (materialize(1 / bias_correction(b, step)) for b in (b1, b2))
 
         def square(g: Tensor, v: Any) -> Any:
@@ -255,7 +253,6 @@ scale_by_adam_mini = ScaleByAdamMini
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class NovogradState(Generic[P]):
     """A decaying sum of normalised gradients, and of each tensor the running square of its gradient's norm."""
 
@@ -308,8 +305,7 @@ class ScaleByNovograd(WholeTensors):
     ) -> tuple[P, NovogradState[P]]:
         """Update squares and sums, and return the sums."""
         step = require_step(ctx.step, "scale_by_novograd")
-        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        eps, decay = at(self.eps, step, name="eps"), at(self.weight_decay, step, name="weight_decay")
+        b1, b2, eps, decay = self.at(step, "b1", "b2", "eps", "weight_decay")
 
         def square(g: Tensor, v: Any) -> Any:
             if isinstance(v, Tensor):

@@ -8,14 +8,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import AtLeastOne, NonNegative, Rate, Share, Slot, at, clamp, require_step, tree
+from everybit.base import AtLeastOne, NonNegative, Rate, Share, Slot, clamp, require_step, tree
 from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class LionState(Generic[P]):
     """The running mean of the gradient."""
 
@@ -55,7 +54,7 @@ class ScaleByLion(Elementwise):
 
     def update(self, updates: P, state: LionState[Any], params: P, ctx: Context = ALONE) -> tuple[P, LionState[P]]:
         """Take the direction from the old mean, then update the mean."""
-        b1, b2 = at(self.b1, ctx.step, name="b1"), at(self.b2, ctx.step, name="b2")
+        b1, b2 = self.at(ctx.step, "b1", "b2")
         direction = tree.elementwise(lambda g, m: torch.sign(b1 * m + (1 - b1) * g), updates, state.momentum)
         momentum = tree.elementwise(lambda g, m: b2 * m + (1 - b2) * g, updates, state.momentum)
         return direction, LionState(momentum)
@@ -65,7 +64,6 @@ scale_by_lion = ScaleByLion
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class RpropState(Generic[P]):
     """The gradient of the step before, zero where the step after it turned round; and the size of the step."""
 
@@ -122,9 +120,7 @@ class ScaleByRprop(Elementwise):
     def update(self, updates: P, state: RpropState[Any], params: P, ctx: Context = ALONE) -> tuple[P, RpropState[P]]:
         """Change the sizes of the steps, and step."""
         step = require_step(ctx.step, "scale_by_rprop")
-        first = at(self.learning_rate, step, name="learning_rate")
-        shrink, grow = at(self.shrink, step, name="shrink"), at(self.grow, step, name="grow")
-        low, high = at(self.min_step, step, name="min_step"), at(self.max_step, step, name="max_step")
+        first, shrink, grow, low, high = self.at(step, "learning_rate", "shrink", "grow", "min_step", "max_step")
 
         def resized(g: Tensor, before: Tensor, size: Tensor) -> Tensor:
             turn = g * before

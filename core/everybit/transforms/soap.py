@@ -40,7 +40,6 @@ Correction = Literal["none", "kl"]
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class SoapState(Generic[P]):
     """The mean of gradients, that of their squares in the eigenbasis, that of their products, and the eigenbasis.
 

@@ -52,7 +52,7 @@ class ScaleByTrustRatio(_PerTensor):
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates."""
-        coefficient, eps = at(self.coefficient, ctx.step, name="coefficient"), at(self.eps, ctx.step, name="eps")
+        coefficient, eps = self.at(ctx.step, "coefficient", "eps")
         most = None if self.max_ratio is None else at(self.max_ratio, ctx.step, name="max_ratio")
 
         def ratio(weight: Tensor, move: Tensor) -> Tensor:
@@ -94,8 +94,7 @@ class ScaleByLars(_PerTensor):
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return decayed and scaled gradients."""
-        decay = at(self.weight_decay, ctx.step, name="weight_decay")
-        coefficient, eps = at(self.coefficient, ctx.step, name="coefficient"), at(self.eps, ctx.step, name="eps")
+        decay, coefficient, eps = self.at(ctx.step, "weight_decay", "coefficient", "eps")
 
         def decayed(w: Tensor, nothing: float) -> Tensor:
             # Zero times an infinite weight would be NaN; the zero of a compiled step is a tensor.

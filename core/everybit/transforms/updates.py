@@ -30,7 +30,6 @@ P = TypeVar("P")
 
 
 @tree.state
-@dataclass(frozen=True, slots=True)
 class Empty:
     """The empty state of a transform."""
 
@@ -274,7 +273,7 @@ class NormalizeByGlobalNorm(Memoryless, Elementwise):
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates."""
-        scale, eps = at(self.scale, ctx.step, name="scale"), at(self.eps, ctx.step, name="eps")
+        scale, eps = self.at(ctx.step, "scale", "eps")
 
         def scaled(square: Tensor) -> tuple[P, Empty]:
             factor = materialize(scale / (sqrt(square) + eps))

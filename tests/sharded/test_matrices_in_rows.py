@@ -55,6 +55,15 @@ def refused() -> str:
     assert torch.equal(weight.full_tensor(), before)
     with pytest.raises(ValueError, match=r"optimizer: its transform must see whole tensors, of which"):
         enable_gradient_release(model, optimizer)
+    listed: Any = nn.Linear(4, 4, bias=False)
+    fully_shard(listed, mesh=mesh)
+    twice = TorchOptimizer(listed.named_parameters(), eb.muon, lr=1e-2, others=None)
+    twice.param_groups.append(twice.param_groups[0])
+    listed.weight.grad = distribute_tensor(torch.ones(4, 4), mesh, listed.weight.placements)
+    before = listed.weight.full_tensor()
+    with pytest.raises(RuntimeError, match="param_groups: list every group once"):
+        twice.step()
+    assert torch.equal(listed.weight.full_tensor(), before)
     return str(caught.value)
 
 

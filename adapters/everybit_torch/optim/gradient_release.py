@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from threading import RLock
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,16 @@ from everybit.stepping import Metrics
 from everybit_torch import clipping, streams
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.param_groups import listed_again
 from everybit_torch.optim.parameters import Stepped
-from everybit_torch.optim.stepping import Task, added, gradients, step_one
+from everybit_torch.optim.planned import parameters_of
+from everybit_torch.optim.stepping import Task, added, gradients, is_counted, measured_mesh, step_one
 from everybit_torch.torch_internals import autograd
-from everybit_torch.torch_internals.dtensors import is_dtensor
+from everybit_torch.torch_internals.dtensors import is_dtensor, local
 from everybit_torch.torch_internals.optimizers import leave_scaling_to_step
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _Waiting:
@@ -53,10 +59,13 @@ class GradientRelease:
         self._max_norm = max_norm
         self._accumulating = False
         self._norm: Tensor | None = None
-        self._squares: list[Tensor] = []
+        self._squares: list[
+            tuple[Tensor, Tensor]
+        ] = []  # a parameter, and the square of its gradient's norm on this rank
         self._metrics: list[Metrics] = []
         self._all: list[_Waiting] = []
         self._of: dict[int, _Waiting] = {}
+        self._mesh: DeviceMesh | None = None
         self._begun = False
         self._home = streams.Home()
         self._lock = RLock()  # autograd has a thread for each device, and parameters may lie on several
@@ -120,11 +129,24 @@ class GradientRelease:
             )
         require("max_norm", max_norm, 0.0, schedule=False)
         self._max_norm = max_norm
-        waiting = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        squares = self._squares + [_square(grad) for grad in waiting]
-        if not squares:
-            return torch.zeros(())
-        return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+        parameters = parameters_of(self._optimizer.own_groups)
+        waiting = [(p, _square(local(p.grad))) for p in parameters if p.grad is not None]
+        squares = self._squares + waiting
+        return self._joint_norm(squares) if squares else torch.zeros(())
+
+    def _joint_norm(self, squares: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The norm of gradients, over the ranks that have the other rows of their parameters."""
+        own, sums = self._optimizer.own, dict[int, Tensor]()
+        for parameter, square in squares:
+            axis, counts = own.axis_and_counts(parameter)
+            term = square if counts else torch.zeros_like(square)
+            sums[id(axis)] = sums[id(axis)] + term.to(sums[id(axis)].device) if id(axis) in sums else term
+        # In the order of the parameters, which ranks share; that in which gradients come may differ.
+        axes = {
+            id(axis): axis for p in parameters_of(self._optimizer.own_groups) for axis, _ in [own.axis_and_counts(p)]
+        }
+        totals = [axis.sum(sums[key]) for key, axis in axes.items() if key in sums]
+        return torch.stack([total.to(totals[0].device) for total in totals]).sum().sqrt()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -204,6 +226,7 @@ class GradientRelease:
         self._of = {id(parameter): waiting for waiting in self._all for parameter in waiting.one.of.parameters}
         for waiting in self._all:
             waiting.begin()
+        self._mesh = measured_mesh(self._optimizer.own) if self._optimizer.metrics_enabled else None
         self._begun = True
 
     def _step_all(self, waiting: _Waiting) -> None:
@@ -225,13 +248,13 @@ class GradientRelease:
 
     def _step(self, one: Stepped, grads: list[Tensor]) -> None:
         if self._max_norm is not None:
-            self._squares += [_square(grad) for grad in grads]
+            self._squares += [(p, _square(grad)) for p, grad in zip(one.of.parameters, grads, strict=True)]
             if self._norm is not None:
                 for grad in grads:
                     grad.mul_((self._max_norm / (self._norm.to(grad.device) + 1e-6)).clamp(max=1.0).to(grad.dtype))
         task = Task(one, grads, one.steps.due(one.of.segment))
         measured = step_one(task, task.gather(), metrics=self._optimizer.metrics_enabled)
-        if measured is not None:
+        if measured is not None and is_counted(one, self._mesh):
             self._metrics.append(measured)
         for parameter in one.of.parameters:
             parameter.grad = None
@@ -256,15 +279,9 @@ class GradientRelease:
             if not waiting.stepped:
                 self._step_all(waiting)
         if self._squares:
-            total_square = self._squares[0]
-            for square in self._squares[1:]:
-                total_square = total_square + square.to(total_square.device)
-            self._norm = total_square.sqrt()
-        if self._optimizer.metrics_enabled and self._metrics:
-            total = self._metrics[0]
-            for measured in self._metrics[1:]:
-                total = added(total, measured)
-            self._optimizer.note_metrics(total)
+            self._norm = self._joint_norm(self._squares)
+        if self._optimizer.metrics_enabled and self._begun:
+            self._optimizer.note_metrics(reduce(added, self._metrics) if self._metrics else None)
         self._end()
 
     def _end(self) -> None:
@@ -281,7 +298,8 @@ def _require_steps_apart(model: nn.Module, optimizer: TorchOptimizer) -> None:
     """Refuse an optimizer that cannot step one parameter without the others, or without other ranks.
 
     Raises:
-        ValueError: Its transform requests something of all gradients, or looks at whole tensors of which ranks hold parts.
+        ValueError: Its transform requests something of all gradients, or ranks hold parts of whole tensors or blocks that a step needs.
+        RuntimeError: Parameters that cannot be placed.
     """
     optimizers = [one for group in optimizer.own.groups for one in group.optimizers.values()]
     if any(one.reduces for one in optimizers):
@@ -293,6 +311,14 @@ def _require_steps_apart(model: nn.Module, optimizer: TorchOptimizer) -> None:
         raise ValueError(
             "optimizer: its transform must see whole tensors, of which ranks hold parts that come together in a step of all parameters;"
             " accepted for sharded parameters are transforms of the cut 'element'."
+        )
+    if listed_again(optimizer.param_groups):
+        raise ValueError("optimizer: param_groups: got a group twice; accepted under gradient release is each once.")
+    plan = optimizer.own.plan(optimizer.own_groups, frozenset())
+    if optimizer.own.visiting or (plan is not None and any(one.rows is not None for one in plan.new)):
+        raise ValueError(
+            "optimizer: its policy keeps one number for a block of elements, and ranks hold parts of some blocks, which come together in a"
+            " step of all parameters; accepted for these parameters are policies without blocks."
         )
 
 

@@ -210,14 +210,14 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
         The metrics of the parameters on this rank.
     """
     measured: Metrics | None = None
-    mesh = mesh_of([p for one in prepared.parameters.stepped for p in one.of.parameters]) if metrics else None
+    mesh = measured_mesh(prepared.parameters) if metrics else None
     for task in prepared.tasks:
         if task.stepped.of.segment.is_whole and not task.stepped.of.numel:
             continue  # another rank has the whole tensor
         totals = prepared.totals.get(id(task), ())
         grad = prepared.gathered.pop(id(task), None)
         found = step_one(task, task.gather() if grad is None else grad, totals, metrics=metrics)
-        if found is not None and (mesh is None or is_primary_copy(task.stepped.of.parameters[0], mesh)):
+        if found is not None and is_counted(task.stepped, mesh):
             measured = found if measured is None else added(measured, found)
     for visit in prepared.visits:
         device = local(visit.visiting.members[0].parameter).device
@@ -226,6 +226,16 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
         if found is not None:
             measured = found if measured is None else added(measured, found)
     return measured
+
+
+def measured_mesh(parameters: Parameters) -> DeviceMesh | None:
+    """Return the mesh over which metrics are added up; see :func:`~everybit_torch.dtensors.mesh_of`."""
+    return mesh_of([p for one in parameters.stepped for p in one.of.parameters])
+
+
+def is_counted(one: Stepped, mesh: DeviceMesh | None) -> bool:
+    """Whether the metrics of parameters count on this rank, of those with equal elements."""
+    return mesh is None or is_primary_copy(one.of.parameters[0], mesh)
 
 
 def step_one(task: Task, grad: Tensor, totals: Sequence[Tensor] = (), *, metrics: bool = False) -> Metrics | None:
@@ -241,13 +251,18 @@ def again(parameters: Parameters, number: int) -> Callable[[], None]:
     """Return a function that steps a group once more, with the same gradients.
 
     Raises:
-        RuntimeError: Its transform needs a number of all parameters, which no group has by itself.
+        RuntimeError: Its transform needs a number of all parameters, which no group has by itself, or its parameters visit owners.
     """
     own = [one for one in parameters.stepped if one.group.number == number]
-    if any(one.optimizer.reduces for one in own):
+    visits = any(one.group.number == number for one in parameters.visited())
+    if visits or any(one.optimizer.reduces for one in own):
+        why = (
+            "parameters of it are stepped whole by other ranks"
+            if visits
+            else "its transform needs a number of all gradients"
+        )
         raise RuntimeError(
-            f"param_groups: list every group once. Group {number} is in the list twice, and its transform needs a number of all"
-            " gradients for each step."
+            f"param_groups: list every group once. Group {number} is in the list twice, and {why} for each step."
         )
 
     def step() -> None:

@@ -77,6 +77,23 @@ def test_the_model_has_its_weights_again_after_an_error_and_steps_are_refused_in
     optimizer.step()
 
 
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_that_were_given_other_memory_are_those_that_are_evaluated(average: bool) -> None:
+    """A long parameter is stepped where it lay at the last step."""
+    model = nn.Linear(300, 300, bias=False)
+    optimizer = TorchOptimizer(model.parameters(), averaged if average else eb.adamw, lr=0.1, compile=False)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    model.weight.data = 2 * model.weight.data
+    trained = model.weight.detach().clone()
+    with evaluation_weights(optimizer):
+        evaluated = model.weight.detach().clone()
+    assert torch.equal(
+        evaluated, trained / 2 if average else trained
+    )  # the first step begins the average with its weights
+    assert torch.equal(model.weight, trained)
+
+
 def test_an_optimizer_without_averages_evaluates_what_it_trains() -> None:
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
     optimizer = AdamW(model.parameters(), policy=eb.policies.LEAN_BF16, compile=False)

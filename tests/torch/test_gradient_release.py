@@ -324,7 +324,9 @@ def test_what_cannot_be_is_refused() -> None:
         optimizer.step(lambda: 0.0)
     twice, listed = make("FP32")
     listed.param_groups.append(listed.param_groups[0])
-    with pytest.raises(ValueError, match=r"param_groups: got a group twice; accepted under gradient release is each once"):
+    with pytest.raises(
+        ValueError, match=r"param_groups: got a group twice; accepted under gradient release is each once"
+    ):
         enable_gradient_release(twice, listed)
     held, other = make("FP32")
     loss_of(held, 0).backward()  # type: ignore[no-untyped-call]

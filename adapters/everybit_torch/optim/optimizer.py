@@ -278,11 +278,14 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             one.group.require_capturable(arguments, one.of.segment.tensor.device)
 
     def place(self) -> None:
-        """Create the state of parameters without state, as the first step does."""
-        self.own.settle(self.own_groups)
+        """Create the state of parameters without state, as the first step does, and look where all parameters lie now.
 
-    def _begin_and_follow(self) -> None:
+        Raises:
+            RuntimeError: A parameter that was moved to where it cannot be stepped.
+            ValueError: A parameter that cannot be stepped, or a policy that cannot be.
+        """
         groups = self.own_groups
+        self._settle_policies(groups)
         self.own.settle(groups)
         self.own.follow(groups)
 
@@ -340,7 +343,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         ``unused`` is state that the present hyperparameters do not need, kept for when they do. Gradients that are not there at the moment
         are counted as they will be. Entries of other code in ``state`` are not counted.
         """
-        self._settle_policies(self.own_groups)
         self.place()
         return bytes_table(self.own)
 
@@ -348,7 +350,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def export_fp32(self) -> list[list[Tensor]]:
         """Return every parameter with all the precision that it and its state hold together, in float32: one list per param group."""
         self.require_trained("export_fp32")
-        self._begin_and_follow()
+        self.place()
         return full_weights.export(self)
 
     @in_plain_mode
@@ -356,7 +358,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def eval_params(self) -> list[list[Tensor]]:
         """Return the weights for evaluation, in float32, if the transform has such weights; in the form of :meth:`export_fp32`."""
         self.require_trained("eval_params")
-        self._begin_and_follow()
+        self.place()
         return full_weights.export(self, eb.Optimizer.eval_params)
 
     @in_plain_mode
@@ -367,7 +369,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         this state has the trained weights too, so that a checkpoint of both goes on in training.
         """
         if not self.evaluating:
-            self._begin_and_follow()
+            self.place()
             if evaluating.has_others(self):
                 self.show_evaluated()
 
@@ -399,7 +401,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: Numbers, shapes, dtypes or layouts of weights that are not accepted; the model is unchanged.
         """
         given = self.judge_weights(weights)
-        self._begin_and_follow()
+        self.place()
         full_weights.store(self, given)
 
     def judge_weights(self, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor]:
@@ -539,7 +541,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         self.require_trained("full_state_dict")
         self._settle()
-        self._begin_and_follow()
+        self.place()
         return saving.packed_in_full(self)
 
     @in_plain_mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def sharded(folder: str) -> list[str]:
                 said.append(f"{where}: other weights for evaluation at step {step}")
         if not all(torch.equal(a, b) for a, b in zip(weights(), expected[STEPS], strict=True)):
             said.append(f"{where}: training went on otherwise")
+        with suppress(KeyError), evaluation_weights(stepper):
+            raise KeyError
+        if not all(torch.equal(a, b) for a, b in zip(weights(), expected[STEPS], strict=True)):
+            said.append(f"{where}: an error inside left other weights")
         with stepper.microbatch(last=True):
             loss(model, 0).backward()  # type: ignore[no-untyped-call]
             try:

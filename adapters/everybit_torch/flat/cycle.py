@@ -367,7 +367,10 @@ class Cycle(ABC):
     def evaluation_weights(self) -> Iterator[None]:
         """The model has the weights for evaluation inside."""
         self.staging.order()
-        with evaluation_weights(self._optimizer):
+        self._optimizer.require_trained("evaluation_weights")
+        try:
+            with evaluation_weights(self._optimizer):
+                self._hand_out()
+                yield
+        finally:  # after an error, too: a rank has copies of other ranks' weights for evaluation
             self._hand_out()
-            yield
-        self._hand_out()

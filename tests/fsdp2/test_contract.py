@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import everybit as eb
 from everybit.policies import EXACT_BF16, LEAN_BF16
-from everybit_torch import AdamW, FlatStepper, NonFinite, evaluation_weights
+from everybit_torch import AdamW, FlatStepper, NonFinite, enable_gradient_release, evaluation_weights
 from everybit_torch.torch_internals.dtensors import local
 from tests.support.exact_models import Cell, Cells, mesh_of, train, train_alone, weights_of
 from tests.support.ranks import RankFailedError, run
@@ -259,6 +259,36 @@ def test_weights_for_evaluation_are_seen_by_all_outer_ranks_and_forgotten_after_
         assert equal(before, after)
         assert not equal(before, inside)
         assert equal(inside, found[0][1])
+
+
+def imported() -> tuple[Weights, Weights, Weights]:
+    """The weights at a full state dict, after loading it, and after weights of twice their size were imported."""
+    model = Cells(torch.bfloat16)
+    stepper = FlatStepper(
+        model, eb.chain(eb.adamw(0.05), eb.average_weights(0.5)), policy="LEAN_BF16", mesh=mesh_of((2, 2)), outer="optim", **FSDP2
+    )  # fmt: skip
+    optimizer = stepper.as_optimizer()
+    train(stepper, model, range(2), 1)
+    before, kept = weights_of(model), optimizer.full_state_dict()
+    train(stepper, model, range(1), 1)
+    optimizer.load_full_state_dict(kept)
+    loaded = weights_of(model)
+    optimizer.import_fp32([[2 * one for one in group] for group in optimizer.export_fp32()])
+    with (
+        pytest.raises(RuntimeError, match=r"accepted is `with evaluation_weights\(stepper\):`"),
+        evaluation_weights(optimizer),
+    ):
+        pass
+    with pytest.raises(TypeError, match=r"optimizer: got a FlatStepper's"):
+        enable_gradient_release(model, optimizer)
+    return before, loaded, weights_of(model)
+
+
+def test_weights_that_its_optimizer_takes_over_are_on_all_outer_ranks() -> None:
+    trained = {name for name, p in Cells(torch.bfloat16).named_parameters() if p.requires_grad}
+    for before, loaded, doubled in run(4, imported):
+        assert equal(before, loaded)
+        assert equal(doubled, {name: 2 * x if name in trained else x for name, x in before.items()})
 
 
 # -- models that were sharded before ----------------------------------------------------------------------------------------------------

@@ -292,6 +292,10 @@ def test_another_models_optimizer_is_refused() -> None:
     _, optimizer = trained("FP32")
     with pytest.raises(ValueError, match=r"optimizer: 4 of its parameters are not in the model's state_dict"):
         export_weights(model, optimizer)
+    strange: Any = torch.optim.AdamW(model.parameters())
+    for call in (lambda: export_weights(model, strange), lambda: import_weights(model, strange, {})):
+        with pytest.raises(TypeError, match=r"optimizer: got a AdamW; accepted are everybit's optimizers"):
+            call()
 
 
 def test_files_that_are_not_there_or_not_safetensors(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport, coun
 from everybit_torch.sharded.step_checks import Completeness
 from everybit_torch.torch_internals.dtensors import local
 from everybit_torch.torch_internals.optimizers import note_step
-from everybit_torch.training.evaluation import evaluation_weights
 
 
 class Cycle(ABC):
@@ -368,9 +367,11 @@ class Cycle(ABC):
         """The model has the weights for evaluation inside."""
         self.staging.order()
         self._optimizer.require_trained("evaluation_weights")
+        self._optimizer.place()
         try:
-            with evaluation_weights(self._optimizer):
-                self._hand_out()
-                yield
-        finally:  # after an error, too: a rank has copies of other ranks' weights for evaluation
+            self._optimizer.show_evaluated()
+            self._hand_out()
+            yield
+        finally:  # after an error, too: ranks have copies of each other's weights for evaluation
+            self._optimizer.show_trained()
             self._hand_out()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, spread
-from everybit_torch.optim import Group, GroupMaker, TorchOptimizer, evaluating
+from everybit_torch.optim import Group, GroupMaker, LoadReport, TorchOptimizer, evaluating
 from everybit_torch.segments import Compile
 from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
@@ -81,7 +81,10 @@ class ShareOptimizer(TorchOptimizer):
         groups: Makes its groups.
         step: The stepper's step.
         clear: Discards the gradients of a cycle.
+        hand_out: Sends new weights to the ranks that keep copies of them.
     """
+
+    of_stepper: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -92,8 +95,9 @@ class ShareOptimizer(TorchOptimizer):
         seed: int,
         step: Callable[[], object],
         clear: Callable[[], None],
+        hand_out: Callable[[], None],
     ) -> None:
-        self._step_all, self._clear, self._is_made = step, clear, False
+        self._step_all, self._clear, self._hand_out, self._is_made = step, clear, hand_out, False
         self.fields = groups.fields
         names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
         given = [
@@ -146,6 +150,17 @@ class ShareOptimizer(TorchOptimizer):
                 loss = closure()
         self._step_all()
         return loss
+
+    def import_fp32(self, weights: Iterable[Iterable[Tensor]]) -> None:
+        """Store full-precision weights, as of any optimizer. Every rank has to call it."""
+        super().import_fp32(weights)
+        self._hand_out()
+
+    def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> LoadReport:
+        """Continue from a ``full_state_dict``, as of any optimizer. Every rank has to call it."""
+        report = super().load_full_state_dict(state_dict, strict=strict)
+        self._hand_out()
+        return report
 
     def eval(self) -> None:
         """A no-op for a transform that evaluates the weights which it trains.

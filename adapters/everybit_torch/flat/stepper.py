@@ -57,7 +57,13 @@ class BufferStepper(Cycle):
             self.labelled, seed=options.seed, unsafe=options.unsafe, compile=options.compile, mixed=judged.mixed
         )
         self._optimizer = PieceOptimizer(
-            judged.labelled, self._stepped, groups, seed=options.seed, step=self.step, clear=self.zero_grad
+            judged.labelled,
+            self._stepped,
+            groups,
+            seed=options.seed,
+            step=self.step,
+            clear=self.zero_grad,
+            hand_out=self._hand_out,
         )
         self._counts = self.outer.rank == 0 and (options.sharding.state or self.inner.rank == 0)
         axis = GroupAxis((self.inner,) if options.sharding.state else ())

@@ -55,7 +55,13 @@ class FSDP2Stepper(Cycle):
             self.labelled, seed=options.seed, unsafe=options.unsafe, compile=options.compile, mixed=judged.mixed
         )
         self._optimizer = ShareOptimizer(
-            judged.labelled, self._rows.stepped, groups, seed=options.seed, step=self.step, clear=self.zero_grad
+            judged.labelled,
+            self._rows.stepped,
+            groups,
+            seed=options.seed,
+            step=self.step,
+            clear=self.zero_grad,
+            hand_out=self._hand_out,
         )
 
     @property

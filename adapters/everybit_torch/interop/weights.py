@@ -27,14 +27,24 @@ def export_weights(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, Ten
         and buffers in their dtypes. Tied names share one tensor.
 
     Raises:
+        TypeError: Another optimizer.
         ValueError: The optimizer has parameters that are not the model's.
     """
+    _require_own(optimizer)
     full = _by_id(optimizer, optimizer.export_fp32())
     named = _state(model, full.keys())
     for tensor in named.values():
         if id(tensor) not in full:
             full[id(tensor)] = tensor.detach().clone()
     return {name: full[id(tensor)] for name, tensor in named.items()}
+
+
+def _require_own(optimizer: object) -> None:
+    if not isinstance(optimizer, TorchOptimizer):
+        raise TypeError(
+            f"optimizer: got a {type(optimizer).__name__}; accepted are everybit's optimizers (TorchOptimizer). A FlatStepper's weights in"
+            " full precision are in save_sharded(stepper, path)."
+        )
 
 
 def import_weights(
@@ -53,8 +63,10 @@ def import_weights(
         The loss by rounding to the policy's format, by name, for the parameters of the optimizer.
 
     Raises:
+        TypeError: Another optimizer.
         ValueError: Names, shapes or dtypes that do not fit; the message lists them, and the model is unchanged.
     """
+    _require_own(optimizer)
     full = optimizer.export_dtypes()
     named = _state(model, full.keys())
     if not isinstance(weights, Mapping):

@@ -374,6 +374,11 @@ def enable_gradient_release(
         raise TypeError(
             f"optimizer: got a {type(optimizer).__name__}; accepted are everybit_torch's optimizers, TorchOptimizer and its subclasses."
         )
+    if optimizer.of_stepper:
+        raise TypeError(
+            "optimizer: got a FlatStepper's, which steps all parameters after their gradients were summed; accepted are optimizers that the"
+            " program made itself."
+        )
     if max_norm is not None:
         require("max_norm", max_norm, 0.0, schedule=False)
     if optimizer.release is not None:

@@ -69,6 +69,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     torch_names: ClassVar[TorchNames | None] = None
     # What torch's argument `decoupled_weight_decay` has to be, where torch's optimizer of this name has it.
     _decoupled: ClassVar[bool | None] = None
+    # Whether it is a stepper's, which takes gradients and steps by itself.
+    of_stepper: ClassVar[bool] = False
     # Whether the model has the weights for evaluation.
     evaluating: bool = False
 

@@ -61,6 +61,10 @@ def evaluation_weights(optimizer: TorchOptimizer | HasEvaluationWeights) -> Iter
             yield
         return
 
+    if optimizer.of_stepper:
+        optimizer.eval()  # which refuses where there are others
+        yield
+        return
     optimizer.require_trained("evaluation_weights")
     optimizer.place()
     optimizer.show_evaluated()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -64,6 +65,8 @@ def refused() -> str:
     with pytest.raises(RuntimeError, match="param_groups: list every group once"):
         twice.step()
     assert torch.equal(listed.weight.full_tensor(), before)
+    with pytest.raises(TypeError, match="a copy of the optimizer: parameters are stepped whole by owners"):
+        copy.deepcopy(twice)
     return str(caught.value)
 
 

@@ -438,11 +438,17 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
         Raises:
             RuntimeError: Gradients are released during the backward pass, by hooks that cannot be copied.
+            TypeError: Parameters that ranks hold rows of are stepped whole by owners.
         """
         self.require_trained("a copy of the optimizer")
         if self.release is not None:
             raise RuntimeError(
                 "gradient release: an optimizer that steps by hooks cannot be copied; call remove() on its handle first."
+            )
+        if self.own.visiting:
+            raise TypeError(
+                "a copy of the optimizer: parameters are stepped whole by owners, among ranks that a copy cannot have. Accepted are another"
+                " optimizer, and the state of this one by state_dict()."
             )
         # Schedulers put a `step` of their own into an optimizer; it is no part of torch's optimizers when they are copied, either.
         copied = {

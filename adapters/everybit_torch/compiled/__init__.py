@@ -9,6 +9,7 @@ from everybit_torch.compiled.compilation import (
     let_length_vary,
     may_compile,
 )
+from everybit_torch.compiled.direct_calls import DirectFunction
 from everybit_torch.compiled.fused_sums import FusedSums
 from everybit_torch.compiled.traceable_numbers import Factory, fits, is_number
 from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
@@ -16,6 +17,7 @@ from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 __all__ = [
     "LIMIT",
     "DeclinedError",
+    "DirectFunction",
     "Factory",
     "FusedSums",
     "Inputs",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping import OptimizerState
-from everybit_torch.compiled.compilation import is_whole
+from everybit_torch.compiled.compilation import compile_step, is_whole, let_length_vary
 
 Compiled = Callable[..., Any]
 # For which lengths the code is; and of each input its dtype, its device, and whether it is a vector.
@@ -128,8 +128,54 @@ class DirectCalls:
         return True
 
 
-def _run(compiled: Compiled, places: Sequence[int], inputs: Sequence[Tensor]) -> None:
-    compiled(*[inputs[0].numel() if place == _LENGTH else inputs[place] for place in places])
+class DirectFunction:
+    """A compiled function from a vector to a tensor, called directly where that is safe.
+
+    Args:
+        function: A function of this library, of which the result depends on the vector alone.
+
+    Raises:
+        DeclinedError: A call raises it where torch would run the function uncompiled.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function = function
+        self._compiled: Callable[[Tensor], Tensor] | None = (
+            None  # before the first call: importing the compiler takes long
+        )
+        self._known: dict[tuple[torch.dtype, torch.device, bool], tuple[Compiled, list[int]] | None] = {}
+        self._ran: tuple[Compiled, Sequence[Any]] | None = None
+
+    def _note(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
+        self._ran = compiled, arguments
+
+    def _through_dynamo(self, x: Tensor) -> Tensor:
+        if self._compiled is None:
+            self._compiled = compile_step(self._function, self._note)
+        return self._compiled(x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the result for a vector."""
+        is_usual = x.ndim == 1 and 2 <= x.numel() < 1 << 31 and x.is_contiguous()
+        if not is_usual or type(x) is not Tensor or x.requires_grad or torch.compiler.is_compiling():
+            return self._through_dynamo(x)
+        kind = x.dtype, x.device, x.is_cpu or is_whole(x.numel())
+        known = self._known.get(kind)
+        if known is not None:
+            (result,) = _run(*known, [x])
+            return cast(Tensor, result)
+        let_length_vary([x])
+        try:
+            found = self._through_dynamo(x)
+        finally:
+            ran, self._ran = self._ran, None
+        if ran is not None and kind not in self._known:
+            self._known[kind] = _places(*ran, [x])
+        return found
+
+
+def _run(compiled: Compiled, places: Sequence[int], inputs: Sequence[Tensor]) -> Any:
+    return compiled(*[inputs[0].numel() if place == _LENGTH else inputs[place] for place in places])
 
 
 def _is_like(grad: Tensor, tensor: Tensor, last: _Remembered) -> bool:

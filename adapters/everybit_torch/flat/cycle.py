@@ -158,12 +158,14 @@ class Cycle(ABC):
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Complete the sums over the ranks, divide, and give them to the optimizer's parameters."""
-        self._require_ready("finish_gradients")
-        if self._touched is not None:
-            return
-        self._failed = True
-        touched = self._complete()
-        self._touched, self._failed = touched, False
+        self._finish("finish_gradients")
+
+    def _finish(self, name: str) -> None:
+        self._require_ready(name)
+        if self._touched is None:
+            self._failed = True
+            self._touched = self._complete()
+            self._failed = False
 
     def _gradients(self) -> dict[str, Tensor]:
         """The final gradients of this rank's parts, by name."""
@@ -212,7 +214,7 @@ class Cycle(ABC):
         """Complete the gradients, agree, step this rank's parts, and hand out new weights."""
         self._require_ready("step")
         note_step(self._optimizer)
-        self.finish_gradients()
+        self._finish("step")
         self._failed = True
         gradients = self._gradients()
         if loss_scale != 1.0:

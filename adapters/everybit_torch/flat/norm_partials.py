@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit.base import sum_of_squares
 from everybit.base.barriers import scratch_for
 from everybit_torch import notices
-from everybit_torch.compiled import DeclinedError, cause, compile_step, has_compiler, let_length_vary
+from everybit_torch.compiled import DeclinedError, DirectFunction, cause, has_compiler
 
 
 class Squares:
@@ -26,7 +26,7 @@ class Squares:
 
     def __init__(self, device: torch.device, *, compile: bool) -> None:
         self._device, self._compiles = device, compile
-        self._compiled: dict[torch.dtype, Callable[[Tensor], Tensor]] = {}
+        self._squares = DirectFunction(_squares)
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the sum: float64, 0-d.
@@ -34,23 +34,23 @@ class Squares:
         Args:
             gradients: 1-d, of any floating dtypes and devices.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        scratch = scratch_for(gradients) if len({x.device for x in gradients}) == 1 else None
-        for gradient in gradients:
-            own = self._in_one_pass(gradient)
-            own = sum_of_squares(gradient, scratch) if own is None else own
-            total += own.to(self._device)
-        return total
+        found = [self._in_one_pass(gradient) for gradient in gradients]
+        left = [gradient for gradient, own in zip(gradients, found, strict=True) if own is None]
+        scratch = scratch_for(left) if len({x.device for x in left}) == 1 else None
+        sums = [
+            sum_of_squares(gradient, scratch) if own is None else own
+            for gradient, own in zip(gradients, found, strict=True)
+        ]
+        if not sums:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return reduce(torch.add, [own.to(self._device) for own in sums])
 
     def _in_one_pass(self, gradient: Tensor) -> Tensor | None:
         """The sum by compiled code, if there is any."""
         if not self._compiles or gradient.numel() < 2 or not has_compiler(gradient.device):
             return None
-        if gradient.dtype not in self._compiled:
-            let_length_vary([gradient])
-            self._compiled[gradient.dtype] = compile_step(_squares(), _begin)
         try:
-            return self._compiled[gradient.dtype](gradient)
+            return self._squares(gradient)
         except DeclinedError:  # switched off, as steps say, or inside of a dispatch mode
             return None
         except Exception as error:
@@ -62,13 +62,6 @@ class Squares:
             return None
 
 
-def _begin(*_arguments: Any) -> None:
-    """A no-op: a failed call may be repeated."""
-
-
-def _squares() -> Callable[[Tensor], Tensor]:
-    def squares(gradient: Tensor) -> Tensor:
-        wide = gradient.to(torch.float64)
-        return (wide * wide).sum()
-
-    return squares
+def _squares(gradient: Tensor) -> Tensor:
+    wide = gradient.to(torch.float64)
+    return (wide * wide).sum()

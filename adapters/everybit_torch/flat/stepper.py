@@ -88,6 +88,7 @@ class BufferStepper(Cycle):
             name: gradient if axis.has_no_peers else ShardGradient.of(gradient, self._everyones)
             for name, gradient in self._final.items()
         }
+        self._parts = [(name, p, self._final[name], self._shown[name]) for name, p in self._stepped.items()]
         self._frozen = {name: p for name, p in self.parameters.items() if name not in self.labels}
         self._turns = Turns(ranks)
         self._sums: list[Partial | Reduced | None] = []
@@ -239,23 +240,22 @@ class BufferStepper(Cycle):
             assert isinstance(sums, Reduced)
             sums.finish(self.judged.divisor)
         self._everyones.forget()
-        for name, gradient in self._shown.items():
-            self._stepped[name].grad = gradient if name in touched else None
+        for name, parameter, _, shown in self._parts:
+            parameter.grad = shown if name in touched else None
         return touched
 
     def _gradients(self) -> dict[str, Tensor]:
         """The final gradients of this rank's parts where they lie; others that somebody has put in their place are copied there."""
         found: dict[str, Tensor] = {}
-        for name, parameter in self._stepped.items():
-            gradient, own = parameter.grad, self._final[name]
-            if gradient is None:
-                if name in (self._touched or ()):
-                    own.zero_()
-                continue
-            if gradient is not own and gradient is not self._shown[name]:
-                own.copy_(gradient)
-                parameter.grad = self._shown[name]
-            found[name] = own
+        for name, parameter, own, shown in self._parts:
+            gradient = parameter.grad
+            if gradient is shown or gradient is own:
+                found[name] = own
+            elif gradient is not None:
+                found[name] = own.copy_(gradient)
+                parameter.grad = shown
+            elif name in (self._touched or ()):
+                own.zero_()
         return found
 
     def _give_to_optimizer(self, gradients: Mapping[str, Tensor]) -> None:

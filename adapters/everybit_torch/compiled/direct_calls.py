@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -98,7 +99,7 @@ class DirectCalls:
             if segment is not None and not totals and not given:
                 self._remembered[segment] = _Remembered(tensor, first, grad.dtype, inputs[2:], compiled, places)
             self._began()
-            _run(compiled, places, [*inputs, numbers])
+            _call(compiled, places, [*inputs, numbers])()
             return
         try:
             self._through_dynamo(tensors, grads, state, numbers, given, first, totals)
@@ -108,8 +109,10 @@ class DirectCalls:
         if kind is not None and ran is not None and kind not in self._known:
             self._known[kind] = _places(*ran, [*inputs, numbers])
 
-    def again(self, segment: object, tensor: Tensor, grad: Tensor, first: object, numbers: Tensor) -> bool:
-        """Run the code that ran last for a segment, without totals, if only the gradient is another.
+    def again(
+        self, segment: object, tensor: Tensor, grad: Tensor, first: object, numbers: Tensor
+    ) -> Callable[[], object] | None:
+        """Return the call of the code that ran last for a segment, without totals, if only the gradient is another.
 
         Args:
             segment: The owner of the tensor and of its state.
@@ -117,15 +120,11 @@ class DirectCalls:
             grad: Its gradient.
             first: The indices of the elements.
             numbers: The numeric hyperparameters.
-
-        Returns:
-            Whether it ran.
         """
         last = self._remembered.get(segment)
         if last is None or last.tensor is not tensor or last.first is not first or not _is_like(grad, tensor, last):
-            return False
-        _run(last.compiled, last.places, [tensor, grad, *last.rest, numbers])
-        return True
+            return None
+        return _call(last.compiled, last.places, [tensor, grad, *last.rest, numbers])
 
 
 class DirectFunction:
@@ -162,7 +161,7 @@ class DirectFunction:
         kind = x.dtype, x.device, x.is_cpu or is_whole(x.numel())
         known = self._known.get(kind)
         if known is not None:
-            (result,) = _run(*known, [x])
+            (result,) = _call(*known, [x])()
             return cast(Tensor, result)
         let_length_vary([x])
         try:
@@ -174,8 +173,8 @@ class DirectFunction:
         return found
 
 
-def _run(compiled: Compiled, places: Sequence[int], inputs: Sequence[Tensor]) -> Any:
-    return compiled(*[inputs[0].numel() if place == _LENGTH else inputs[place] for place in places])
+def _call(compiled: Compiled, places: Sequence[int], inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    return partial(compiled, *[inputs[0].numel() if place == _LENGTH else inputs[place] for place in places])
 
 
 def _is_like(grad: Tensor, tensor: Tensor, last: _Remembered) -> bool:

@@ -162,17 +162,13 @@ class Variants(Generic[R]):
         """Forget which variants were chosen, because hyperparameters changed."""
         self._chosen.clear()
 
-    def again(self, inputs: Inputs, numbers: Tensor) -> bool:
-        """Run the code that ran last for a segment, if nothing but its gradient and the values of numbers is new.
-
-        Returns:
-            Whether it ran. If not, no tensor was written.
-        """
+    def again(self, inputs: Inputs, numbers: Tensor) -> Callable[[], object] | None:
+        """Return the call of the code that ran last for a segment, if nothing but its gradient and the values of numbers is new."""
         variant = self._chosen.get(inputs.place())
         direct = None if variant is None or inputs.totals else variant.run
-        return isinstance(direct, DirectCalls) and direct.again(
-            inputs.segment, inputs.tensors[0], inputs.grads[0], inputs.first, numbers
-        )
+        if not isinstance(direct, DirectCalls):
+            return None
+        return direct.again(inputs.segment, inputs.tensors[0], inputs.grads[0], inputs.first, numbers)
 
     def step(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -129,7 +129,9 @@ class Steps:
             return uncompiled()
         before, numbers = segment.count.known(segment.state.step), self._numbers_on(segment.tensor.device)
         inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics),), returns=metrics)
-        if self._steps.again(inputs, numbers):
+        again = self._steps.again(inputs, numbers)
+        if again is not None:
+            again()
             segment.note_step(before)
             return None
         measured = self._steps.step(inputs, self.arguments, numbers, uncompiled)
@@ -138,6 +140,18 @@ class Steps:
             torch.autograd.graph.increment_version([segment.tensor])
         segment.note_step(before)
         return measured
+
+    def again(
+        self, segment: Segment, grad: Tensor, decision: Decision | None = None, due: Due = ()
+    ) -> Callable[[], object] | None:
+        """Return the call that steps a segment by the code that ran last for it; None: :meth:`step` has to find code.
+
+        The caller notes the step.
+        """
+        if not self._can_compile(segment):
+            return None
+        inputs = self._inputs(segment, grad, (), decision, due, (("metrics", False),), returns=False)
+        return self._steps.again(inputs, self._numbers_on(segment.tensor.device))
 
     def find(
         self,

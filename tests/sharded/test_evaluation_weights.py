@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import FlatStepper, TorchOptimizer, evaluation_weights
-from everybit_torch.checkpoint.sharded import save_sharded
+from everybit_torch.checkpoint.sharded import load_sharded, save_sharded
 from everybit_torch.sharded.strategies import STRATEGIES
 from tests.support.exact_models import weights_of
 from tests.support.programs import Block, data, network
@@ -62,14 +62,16 @@ def sharded(folder: str) -> list[str]:
             stepper.step()
             with torch.no_grad(), evaluation_weights(stepper):
                 found = [loss(model, step), *weights()]
-                for refused in (stepper.step, lambda: save_sharded(stepper, folder)):  # noqa: B023
+                for refused, words in (
+                    (stepper.step, "inside evaluation_weights() the model has other weights; accepted is outside"),
+                    (lambda: save_sharded(stepper, folder), "inside evaluation_weights() the model has other weights"),  # noqa: B023
+                    (lambda: load_sharded(stepper, folder), "load_sharded: the model has its weights for evaluation"),  # noqa: B023
+                ):
                     try:
                         refused()
                         said.append(f"{where}: nothing was refused")
                     except RuntimeError as error:
-                        if "inside evaluation_weights() the model has other weights; accepted is outside" not in str(
-                            error
-                        ):
+                        if words not in str(error):
                             said.append(f"{where}: {error}")
             if not all(torch.equal(a, b) for a, b in zip(found, expected[step], strict=True)):
                 said.append(f"{where}: other weights for evaluation at step {step}")

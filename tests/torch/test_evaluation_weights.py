@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import AdamW, TorchOptimizer, create, enable_gradient_release, evaluation_weights
+from everybit_torch import (
+    AdamW,
+    TorchOptimizer,
+    create,
+    enable_gradient_release,
+    evaluation_weights,
+    load_sharded_into,
+)
 
 POLICIES = {"FP32": torch.float32, "LEAN_BF16": torch.bfloat16, "FLOOR_BF16": torch.bfloat16}
 
@@ -118,6 +125,7 @@ def test_an_optimizer_without_averages_evaluates_what_it_trains() -> None:
         ("import_fp32", lambda o: o.import_fp32([])),
         ("load_state_dict", lambda o: o.load_state_dict({})),
         ("load_full_state_dict", lambda o: o.load_full_state_dict({})),
+        ("load_sharded_into", lambda o: load_sharded_into(nn.Linear(4, 4), o, "nowhere")),
         ("a copy of the optimizer", copy.deepcopy),
         ("evaluation_weights", lambda o: evaluation_weights(o).__enter__()),
         ("step", lambda o: o.step()),

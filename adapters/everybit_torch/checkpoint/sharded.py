@@ -62,8 +62,10 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
         clone: Copy the tensors, so that training may go on while they are written.
 
     Raises:
+        RuntimeError: Weights and state do not belong together.
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
     """
+    stepper.engine.completeness.require("sharded_state_dict")
     parts = parts_of(stepper.engine)
     found = {key: value.clone() if clone else value for key, value in parts.tensors().items()}
     return found | saved_hyperparameters.tensors(stepper.as_optimizer(), parts.labels)
@@ -161,10 +163,12 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     Raises:
         FileNotFoundError: There is no checkpoint, or a file of it is missing.
         OSError: A file cannot be read.
+        RuntimeError: The stepper is closed, or the model has its weights for evaluation.
         ValueError: It is damaged, or of another model, transform or policy; the message names the file, or what differs. In all cases
             no rank's state is changed.
     """
     stepper.engine.completeness.require_open("load_sharded")
+    stepper.as_optimizer().require_trained("load_sharded")
     _warn_of_pending(stepper)
     optimizer, ranks = stepper.as_optimizer(), _ranks(stepper, "loading")
     found, parts, aside = _read(path, lambda: parts_of(stepper.engine), ranks, hyperparameters=hyperparameters)
@@ -202,8 +206,10 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     Raises:
         FileNotFoundError: There is no checkpoint, or a file of it is missing.
         OSError: A file cannot be read.
+        RuntimeError: The model has its weights for evaluation.
         ValueError: It is damaged, or does not fit; the message names the file, or the difference. In all cases the model is unchanged.
     """
+    optimizer.require_trained("load_sharded_into")
     ranks = Communicator(dist.group.WORLD if dist.is_initialized() else None)
     found, parts, aside = _read(path, lambda: parts_of_model(model, optimizer), ranks, hyperparameters=False)
     # All ranks have everything. From here on the only refusal is of a transform that steps slices of the model apart.

@@ -47,6 +47,7 @@ def released(shape: tuple[int, ...] | None) -> tuple[Weights, list[float], float
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2), (2, 1)])
+@pytest.mark.sampled(2)
 def test_a_clipped_release_has_the_bits_and_the_norms_of_one_process(shape: tuple[int, ...]) -> None:
     weights, norms, measured = released(None)
     assert min(norms) > LIMIT

@@ -341,6 +341,13 @@ class Cycle(ABC):
 
     # -- weights --------------------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Replace this rank's weights inside: after a save has copied them, and before they are handed out."""
+        self.staging.order()
+        yield
+        self._hand_out()
+
     @torch.no_grad()
     def loaded(self) -> None:
         """This rank's weights and state were replaced: hand out weights."""

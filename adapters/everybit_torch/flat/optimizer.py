@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -81,7 +82,7 @@ class ShareOptimizer(TorchOptimizer):
         groups: Makes its groups.
         step: The stepper's step.
         clear: Discards the gradients of a cycle.
-        hand_out: Sends new weights to the ranks that keep copies of them.
+        written: The context in which this rank's weights are replaced.
     """
 
     of_stepper: ClassVar[bool] = True
@@ -95,9 +96,9 @@ class ShareOptimizer(TorchOptimizer):
         seed: int,
         step: Callable[[], object],
         clear: Callable[[], None],
-        hand_out: Callable[[], None],
+        written: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._step_all, self._clear, self._hand_out, self._is_made = step, clear, hand_out, False
+        self._step_all, self._clear, self._written, self._is_made = step, clear, written, False
         self.fields = groups.fields
         names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
         given = [
@@ -153,14 +154,13 @@ class ShareOptimizer(TorchOptimizer):
 
     def import_fp32(self, weights: Iterable[Iterable[Tensor]]) -> None:
         """Store full-precision weights, as of any optimizer. Every rank has to call it."""
-        super().import_fp32(weights)
-        self._hand_out()
+        with self._written():
+            super().import_fp32(weights)
 
     def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> LoadReport:
         """Continue from a ``full_state_dict``, as of any optimizer. Every rank has to call it."""
-        report = super().load_full_state_dict(state_dict, strict=strict)
-        self._hand_out()
-        return report
+        with self._written():
+            return super().load_full_state_dict(state_dict, strict=strict)
 
     def eval(self) -> None:
         """A no-op for a transform that evaluates the weights which it trains.

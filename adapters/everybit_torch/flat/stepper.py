@@ -63,7 +63,7 @@ class BufferStepper(Cycle):
             seed=options.seed,
             step=self.step,
             clear=self.zero_grad,
-            hand_out=self._hand_out,
+            written=self._written,
         )
         self._counts = self.outer.rank == 0 and (options.sharding.state or self.inner.rank == 0)
         axis = GroupAxis((self.inner,) if options.sharding.state else ())

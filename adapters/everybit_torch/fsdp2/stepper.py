@@ -61,7 +61,7 @@ class FSDP2Stepper(Cycle):
             seed=options.seed,
             step=self.step,
             clear=self.zero_grad,
-            hand_out=self._hand_out,
+            written=self._written,
         )
 
     @property

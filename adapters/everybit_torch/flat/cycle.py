@@ -342,8 +342,8 @@ class Cycle(ABC):
     # -- weights --------------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _written(self) -> Iterator[None]:
-        """Replace this rank's weights inside: after a save has copied them, and before they are handed out."""
+    def _replacing(self) -> Iterator[None]:
+        """Replace this rank's weights and state inside: after a save has copied them, and before weights are handed out."""
         self.staging.order()
         yield
         self._hand_out()

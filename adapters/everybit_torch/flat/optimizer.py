@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, spread
-from everybit_torch.optim import Group, GroupMaker, LoadReport, TorchOptimizer, evaluating
+from everybit_torch.optim import Group, GroupMaker, TorchOptimizer, evaluating
 from everybit_torch.segments import Compile
 from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
@@ -82,7 +82,7 @@ class ShareOptimizer(TorchOptimizer):
         groups: Makes its groups.
         step: The stepper's step.
         clear: Discards the gradients of a cycle.
-        written: The context in which this rank's weights are replaced.
+        replacing: The context in which this rank's weights and state are replaced.
     """
 
     of_stepper: ClassVar[bool] = True
@@ -96,9 +96,9 @@ class ShareOptimizer(TorchOptimizer):
         seed: int,
         step: Callable[[], object],
         clear: Callable[[], None],
-        written: Callable[[], AbstractContextManager[None]],
+        replacing: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._step_all, self._clear, self._written, self._is_made = step, clear, written, False
+        self._step_all, self._clear, self._replacing, self._is_made = step, clear, replacing, False
         self.fields = groups.fields
         names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
         given = [
@@ -152,15 +152,9 @@ class ShareOptimizer(TorchOptimizer):
         self._step_all()
         return loss
 
-    def import_fp32(self, weights: Iterable[Iterable[Tensor]]) -> None:
-        """Store full-precision weights, as of any optimizer. Every rank has to call it."""
-        with self._written():
-            super().import_fp32(weights)
-
-    def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> LoadReport:
-        """Continue from a ``full_state_dict``, as of any optimizer. Every rank has to call it."""
-        with self._written():
-            return super().load_full_state_dict(state_dict, strict=strict)
+    def replacing(self) -> AbstractContextManager[None]:
+        """Return the context in which weights and state are replaced, after which all ranks have them. Every rank has to be there."""
+        return self._replacing()
 
     def eval(self) -> None:
         """A no-op for a transform that evaluates the weights which it trains.

@@ -63,7 +63,7 @@ class BufferStepper(Cycle):
             seed=options.seed,
             step=self.step,
             clear=self.zero_grad,
-            written=self._written,
+            replacing=self._replacing,
         )
         self._counts = self.outer.rank == 0 and (options.sharding.state or self.inner.rank == 0)
         axis = GroupAxis((self.inner,) if options.sharding.state else ())

@@ -61,7 +61,7 @@ class FSDP2Stepper(Cycle):
             seed=options.seed,
             step=self.step,
             clear=self.zero_grad,
-            written=self._written,
+            replacing=self._replacing,
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, cast, overload
 
@@ -404,7 +404,12 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         given = self.judge_weights(weights)
         self.place()
-        full_weights.store(self, given)
+        with self.replacing():
+            full_weights.store(self, given)
+
+    def replacing(self) -> AbstractContextManager[None]:
+        """Return the context in which weights and state are replaced; for subclasses."""
+        return nullcontext()
 
     def judge_weights(self, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor]:
         """Refuse what :meth:`import_fp32` would refuse; return the weights by id of their parameter.
@@ -534,7 +539,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                 state_dict = replaced
         loaded = self._judge(state_dict, strict=strict)
         is_evaluated = evaluating.is_saved_in(loaded, self._parameters())
-        report = loading.restore(self, loaded)
+        with self.replacing():
+            report = loading.restore(self, loaded)
         self.evaluating = is_evaluated
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -568,7 +574,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             TypeError: A hyperparameter that is not one.
             ValueError: An entry that does not fit; the message names the place, and the optimizer is unchanged.
         """
-        return loading.restore_in_full(self, self._judge(state_dict, full=True, strict=strict))
+        loaded = self._judge(state_dict, full=True, strict=strict)
+        with self.replacing():
+            return loading.restore_in_full(self, loaded)
 
     def torch_state_dict(self) -> dict[str, Any]:
         """Return the state in the form of the ``torch.optim`` optimizer of the same name, in float32, which can load it.
@@ -601,8 +609,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.require_trained("load_torch_state_dict")
         self._settle_policies(self.own_groups)
         saved = self._completed(torch_format.from_torch(self, state_dict, strict=strict), full=True)
-        settings = loading.judge_settings(self, saved)
-        return loading.restore_in_full(self, loading.judge(self, saved, settings, full=True, from_torch=True))
+        loaded = loading.judge(self, saved, loading.judge_settings(self, saved), full=True, from_torch=True)
+        with self.replacing():
+            return loading.restore_in_full(self, loaded)
 
     def _judge(self, state_dict: Mapping[str, Any], *, full: bool = False, strict: bool = True) -> loading.Loaded:
         """Judge a state dict as a whole; the optimizer is unchanged."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
 import optree
 import torch
@@ -84,7 +84,8 @@ def state(cls: C) -> C:
         lambda children, fixed: unflatten(fixed, (_without_holes(child) for child in children)),
         serialized_type_name=f"{made.__module__}.{made.__qualname__}",
     )
-    return cast(C, made)
+    found: C = made
+    return found
 
 
 class _Hole:

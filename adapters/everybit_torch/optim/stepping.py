@@ -249,8 +249,10 @@ def _again(task: Task) -> _Again | None:
     made before the first.
     """
     one, segment = task.stepped, task.stepped.of.segment
-    if one.optimizer.reduces or not isinstance(one.of, (Single, Run)):
+    if one.optimizer.reduces or not isinstance(one.of, (Single, Run)) or not one.steps.compiles(segment.tensor.device):
         return None
+    if not all(map(Tensor.is_contiguous, task.grads)):
+        return None  # copies, of which one is there at a time
     call = one.steps.again(segment, task.gather(), one.decision, task.due)
     return None if call is None else _Again(call, segment, segment.count.known(segment.state.step))
 

@@ -116,6 +116,7 @@ def test_an_exact_sum_is_one_kernel_without_scratch_that_reads_each_part_once() 
     assert {name: said for name, said in found.items() if said} == {}
 
 
+@pytest.mark.slow
 def test_steps_in_blocks_are_three_launches_without_tensors_of_the_units_length() -> None:
     """One preset; ``make gpu-codegen`` takes all of them with ``python -m gpu_codegen.blocks``."""
     done = run("gpu_codegen.blocks", "LEAN_8BIT")

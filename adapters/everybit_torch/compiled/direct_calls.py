@@ -8,10 +8,10 @@ before go straight to the compiled code, and all others go through Dynamo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,8 @@ import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping import OptimizerState
 from everybit_torch.compiled.compilation import compile_step, is_whole, let_length_vary
+
+R = TypeVar("R")
 
 Compiled = Callable[..., Any]
 # For which lengths the code is; and of each input its dtype, its device, and whether it is a vector.
@@ -49,7 +51,30 @@ class _Remembered(NamedTuple):
     places: list[int]
 
 
-class DirectCalls:
+class _KnownCode:
+    """Code by the kind of inputs for which it ran, and the number of the input that each of its arguments is."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Compiled, list[int]] | None] = {}
+        self._ran: tuple[Compiled, Sequence[Any]] | None = None
+
+    def note(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
+        """Remember which code runs, and what Dynamo passes to it."""
+        self._ran = compiled, arguments
+
+    def _learn(self, kind: Hashable | None, inputs: Sequence[Tensor], through_dynamo: Callable[[], R]) -> R:
+        """Call a function through Dynamo, and learn the code that runs for this kind of inputs."""
+        try:
+            found = through_dynamo()
+        finally:
+            # Not kept: the arguments are gradients, which are to be freed.
+            ran, self._ran = self._ran, None
+        if kind is not None and ran is not None and kind not in self._known:
+            self._known[kind] = _places(*ran, inputs)
+        return found
+
+
+class DirectCalls(_KnownCode):
     """A compiled step, called directly where that is safe.
 
     Args:
@@ -58,14 +83,9 @@ class DirectCalls:
     """
 
     def __init__(self, through_dynamo: Compiled, began: Callable[[], None]) -> None:
+        super().__init__()
         self._through_dynamo, self._began = through_dynamo, began
-        self._known: dict[_Kind, tuple[Compiled, list[int]] | None] = {}
-        self._ran: tuple[Compiled, Sequence[Any]] | None = None
         self._remembered: WeakKeyDictionary[Any, _Remembered] = WeakKeyDictionary()
-
-    def note(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
-        """Remember which code runs, and what Dynamo passes to it."""
-        self._ran = compiled, arguments
 
     def __call__(
         self,
@@ -101,13 +121,8 @@ class DirectCalls:
             self._began()
             _call(compiled, places, [*inputs, numbers])()
             return
-        try:
-            self._through_dynamo(tensors, grads, state, numbers, given, first, totals)
-        finally:
-            # Not kept: the arguments are gradients, which are to be freed.
-            ran, self._ran = self._ran, None
-        if kind is not None and ran is not None and kind not in self._known:
-            self._known[kind] = _places(*ran, [*inputs, numbers])
+        through_dynamo = partial(self._through_dynamo, tensors, grads, state, numbers, given, first, totals)
+        self._learn(kind, [*inputs, numbers], through_dynamo)
 
     def again(
         self, segment: object, tensor: Tensor, grad: Tensor, first: object, numbers: Tensor
@@ -127,7 +142,7 @@ class DirectCalls:
         return _call(last.compiled, last.places, [tensor, grad, *last.rest, numbers])
 
 
-class DirectFunction:
+class DirectFunction(_KnownCode):
     """A compiled function from a vector to a tensor, called directly where that is safe.
 
     Args:
@@ -138,39 +153,25 @@ class DirectFunction:
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
         self._function = function
-        self._compiled: Callable[[Tensor], Tensor] | None = (
-            None  # before the first call: importing the compiler takes long
-        )
-        self._known: dict[tuple[torch.dtype, torch.device, bool], tuple[Compiled, list[int]] | None] = {}
-        self._ran: tuple[Compiled, Sequence[Any]] | None = None
-
-    def _note(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
-        self._ran = compiled, arguments
-
-    def _through_dynamo(self, x: Tensor) -> Tensor:
-        if self._compiled is None:
-            self._compiled = compile_step(self._function, self._note)
-        return self._compiled(x)
+        # None before the first call: importing the compiler takes long.
+        self._compiled: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the result for a vector."""
         is_usual = x.ndim == 1 and 2 <= x.numel() < 1 << 31 and x.is_contiguous()
-        if not is_usual or type(x) is not Tensor or x.requires_grad or torch.compiler.is_compiling():
-            return self._through_dynamo(x)
-        kind = x.dtype, x.device, x.is_cpu or is_whole(x.numel())
-        known = self._known.get(kind)
+        is_plain = type(x) is Tensor and not x.requires_grad and not torch.compiler.is_compiling()
+        kind = (x.dtype, x.device, x.is_cpu or is_whole(x.numel())) if is_usual and is_plain else None
+        known = None if kind is None else self._known.get(kind)
         if known is not None:
-            (result,) = _call(*known, [x])()
-            return cast(Tensor, result)
-        let_length_vary([x])
-        try:
-            found = self._through_dynamo(x)
-        finally:
-            ran, self._ran = self._ran, None
-        if ran is not None and kind not in self._known:
-            self._known[kind] = _places(*ran, [x])
-        return found
+            result: Tensor = _call(*known, [x])()[0]
+            return result
+        if self._compiled is None:
+            self._compiled = compile_step(self._function, self.note)
+        if kind is not None and kind not in self._known:
+            let_length_vary([x])
+        return self._learn(kind, [x], partial(self._compiled, x))
 
 
 def _call(compiled: Compiled, places: Sequence[int], inputs: Sequence[Tensor]) -> Callable[[], Any]:

@@ -158,10 +158,10 @@ class Cycle(ABC):
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Complete the sums over the ranks, divide, and give them to the optimizer's parameters."""
-        self._finish("finish_gradients")
+        self._require_ready("finish_gradients")
+        self._finish()
 
-    def _finish(self, name: str) -> None:
-        self._require_ready(name)
+    def _finish(self) -> None:
         if self._touched is None:
             self._failed = True
             self._touched = self._complete()
@@ -214,7 +214,7 @@ class Cycle(ABC):
         """Complete the gradients, agree, step this rank's parts, and hand out new weights."""
         self._require_ready("step")
         note_step(self._optimizer)
-        self._finish("step")
+        self._finish()
         self._failed = True
         gradients = self._gradients()
         if loss_scale != 1.0:
@@ -375,12 +375,9 @@ class Cycle(ABC):
     def evaluation_weights(self) -> Iterator[None]:
         """The model has the weights for evaluation inside."""
         self.staging.order()
-        self._optimizer.require_trained("evaluation_weights")
-        self._optimizer.place()
         try:
-            self._optimizer.show_evaluated()
-            self._hand_out()
-            yield
+            with self._optimizer.evaluated():
+                self._hand_out()
+                yield
         finally:  # after an error, too: ranks have copies of each other's weights for evaluation
-            self._optimizer.show_trained()
             self._hand_out()

@@ -59,9 +59,8 @@ class GradientRelease:
         self._max_norm = max_norm
         self._accumulating = False
         self._norm: Tensor | None = None
-        self._squares: list[
-            tuple[Tensor, Tensor]
-        ] = []  # a parameter, and the square of its gradient's norm on this rank
+        # Parameters, and the square of the norm of each one's gradient on this rank.
+        self._squares: list[tuple[Tensor, Tensor]] = []
         self._metrics: list[Metrics] = []
         self._all: list[_Waiting] = []
         self._of: dict[int, _Waiting] = {}

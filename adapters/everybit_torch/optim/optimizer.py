@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, cast, overload
 
@@ -373,19 +373,30 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         if not self.evaluating:
             self.place()
             if evaluating.has_others(self):
-                self.show_evaluated()
+                self._show_evaluated()
 
     def train(self) -> None:
         """Give the model the weights that are trained, after :meth:`eval`."""
         if self.evaluating:
-            self.show_trained()
+            self._show_trained()
 
-    def show_evaluated(self) -> None:
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Give the model its weights for evaluation inside; see :func:`everybit_torch.evaluation_weights`."""
+        self.require_trained("evaluation_weights")
+        self.place()
+        try:
+            self._show_evaluated()
+            yield
+        finally:
+            self._show_trained()
+
+    def _show_evaluated(self) -> None:
         """Give the model the weights for evaluation, whatever they are."""
         evaluating.begin(self)
         self.evaluating = True
 
-    def show_trained(self) -> None:
+    def _show_trained(self) -> None:
         """Give the model the weights that are trained."""
         evaluating.end(self)
         self.evaluating = False

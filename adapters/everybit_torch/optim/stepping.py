@@ -211,10 +211,10 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
     """
     measured: Metrics | None = None
     mesh = measured_mesh(prepared.parameters) if metrics else None
-    again = {} if metrics else {id(task): one for task in prepared.tasks if (one := _again(task)) is not None}
+    ready = {} if metrics else {id(task): one for task in prepared.tasks if (one := _ready(task)) is not None}
     for task in prepared.tasks:
-        if id(task) in again:
-            again[id(task)].call()
+        if id(task) in ready:
+            ready[id(task)].call()
             continue
         if task.stepped.of.segment.is_whole and not task.stepped.of.numel:
             continue  # another rank has the whole tensor
@@ -223,7 +223,7 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
         found = step_one(task, task.gather() if grad is None else grad, totals, metrics=metrics)
         if found is not None and is_counted(task.stepped, mesh):
             measured = found if measured is None else added(measured, found)
-    for one in again.values():
+    for one in ready.values():
         one.segment.note_step(one.before)
     for visit in prepared.visits:
         device = local(visit.visiting.members[0].parameter).device
@@ -234,7 +234,7 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
     return measured
 
 
-class _Again(NamedTuple):
+class _Ready(NamedTuple):
     """The call that steps a segment as it was stepped last, and the count of steps before it."""
 
     call: Callable[[], object]
@@ -242,7 +242,7 @@ class _Again(NamedTuple):
     before: int | None
 
 
-def _again(task: Task) -> _Again | None:
+def _ready(task: Task) -> _Ready | None:
     """Return the call for parameters that are stepped where they lie; None: code is found at their turn.
 
     A long segment leaves nothing of Python's in the caches: what comes between two of them then takes five times as long. So calls are
@@ -254,7 +254,7 @@ def _again(task: Task) -> _Again | None:
     if not all(map(Tensor.is_contiguous, task.grads)):
         return None  # copies, of which one is there at a time
     call = one.steps.again(segment, task.gather(), one.decision, task.due)
-    return None if call is None else _Again(call, segment, segment.count.known(segment.state.step))
+    return None if call is None else _Ready(call, segment, segment.count.known(segment.state.step))
 
 
 def measured_mesh(parameters: Parameters) -> DeviceMesh | None:

@@ -112,9 +112,7 @@ class Bucket:
         self._is_dense = False
         self._grad: Tensor | None = None
         self._grads: list[Tensor] = []  # their parts of the gradient
-        self._rows: Tensor | None = (
-            None  # the gradient as rows, if all parameters have rows of one shape, and there are no gaps
-        )
+        self._rows: Tensor | None = None  # the gradient as rows, if all parameters have rows of one shape, without gaps
 
     def __getstate__(self) -> dict[str, Any]:
         # In a copy these would be no views any more.

@@ -148,8 +148,8 @@ class Steps:
 
         The caller notes the step.
         """
-        if not self._can_compile(segment):
-            return None
+        if segment.tensor.ndim != 1:
+            return None  # such code goes through Dynamo
         inputs = self._inputs(segment, grad, (), decision, due, (("metrics", False),), returns=False)
         return self._steps.again(inputs, self._numbers_on(segment.tensor.device))
 

@@ -65,10 +65,5 @@ def evaluation_weights(optimizer: TorchOptimizer | HasEvaluationWeights) -> Iter
         optimizer.eval()  # which refuses where there are others
         yield
         return
-    optimizer.require_trained("evaluation_weights")
-    optimizer.place()
-    optimizer.show_evaluated()
-    try:
+    with optimizer.evaluated():
         yield
-    finally:
-        optimizer.show_trained()

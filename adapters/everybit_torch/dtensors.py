@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from everybit_torch.collectives import Communicator, GroupAxis
-from everybit_torch.torch_internals.dtensors import is_dtensor, local, offset_of_local_part, shape_of_local_part
+from everybit_torch.torch_internals.dtensors import is_cut, is_dtensor, local, offset_of_local_part, shape_of_local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,20 +75,31 @@ def first_element(parameter: Tensor) -> int:
     """The position in the whole of this rank's first element, counted in memory order.
 
     Raises:
-        ValueError: A part that is not a run of the whole's elements: sharded along another dimension than the first.
+        ValueError: A part that is not a run of the whole's elements: sharded along another dimension than the first, or in strides.
     """
     if not is_dtensor(parameter):
         return 0
-    from torch.distributed.tensor import Shard
-
-    for placement in parameter.placements:
-        if isinstance(placement, Shard) and placement.dim != 0 and parameter.ndim > 1:
+    for number, placement in enumerate(parameter.placements):
+        if is_cut(placement) and not _is_run(parameter, number):
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded along dimension {placement.dim}, and stochastic rounding draws"
-                " bits by an element's place in the whole, which only parts along dimension 0 have in a row. Accepted are Shard(0) and"
-                " Replicate, or a policy without stochastic rounding."
+                f"a parameter of shape {tuple(parameter.shape)} has the placement {placement!r}, and stochastic rounding draws bits by an"
+                " element's place in the whole, which only parts along dimension 0 have in a row. Accepted are Shard(0), also over tensor"
+                " parallelism, and Replicate, or a policy without stochastic rounding."
             )
     return int(offset_of_local_part(parameter)[0]) * math.prod(parameter.shape[1:]) if parameter.ndim else 0
+
+
+def _is_run(parameter: DTensor, number: int) -> bool:
+    """Whether a placement cuts a parameter into runs of its elements."""
+    placement: Any = parameter.placements[number]
+    if parameter.ndim > 1 and placement.dim != 0:
+        return False
+    if placement.is_shard():
+        return True
+    # The mesh's later dimensions cut first, into so many parts; this one cuts each of them.
+    later = range(number + 1, parameter.device_mesh.ndim)
+    cut = [parameter.device_mesh.size(one) for one in later if is_cut(parameter.placements[one])]
+    return bool(placement.split_factor == math.prod(cut))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +188,7 @@ def is_primary_copy(parameter: Tensor, mesh: DeviceMesh) -> bool:
     """Whether this rank, among those with the same part of a parameter, counts it. All ranks hold a plain tensor."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    shards = (
-        [placement.is_shard() for placement in parameter.placements] if is_dtensor(parameter) else [False] * mesh.ndim
-    )
+    shards = [*map(is_cut, parameter.placements)] if is_dtensor(parameter) else [False] * mesh.ndim
     return all(sharded or place == 0 for sharded, place in zip(shards, coordinate, strict=True))
 
 
@@ -192,15 +201,13 @@ def mesh_of(parameters: Sequence[Tensor]) -> DeviceMesh | None:
     """The mesh of the DTensors among some parameters; None without DTensors.
 
     Raises:
-        ValueError: Several meshes, or values that are still to be summed (``Partial``).
+        ValueError: Several meshes, or placements that are neither parts nor copies, such as ``Partial``.
     """
     meshes: list[DeviceMesh] = []
     for parameter in parameters:
         if is_dtensor(parameter):
-            if any(placement.is_partial() for placement in parameter.placements):
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is Partial; accepted are Shard and Replicate placements."
-                )
+            for placement in parameter.placements:
+                is_cut(placement)  # which refuses others
             if parameter.device_mesh not in meshes:
                 meshes.append(parameter.device_mesh)
     if len(meshes) > 1:

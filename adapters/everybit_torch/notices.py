@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 
 _PACKAGES = ("everybit", "everybit_torch", "torch")
 
@@ -21,4 +22,14 @@ def warn_of_no_gradient(optimizer: str) -> None:
     warn(
         f"{optimizer}.step(): no parameter has a gradient any more, and nothing was stepped. Parameters that a model was given since"
         " (load_state_dict(assign=True), or assigning a new Parameter) are not the optimizer's."
+    )
+
+
+def warn_of_lacking_remainders(names: Sequence[str]) -> None:
+    """Warn that a state dict has no remainders of weights which had some."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    warn(
+        f"load_state_dict: the state dict lacks the remainder of the weights of {shown}: these weights are now those of the model's own"
+        " dtype. torch.distributed.checkpoint leaves out the state of parameters that are frozen when it loads; let them require"
+        " gradients until it has loaded, or use save_sharded and load_sharded."
     )

@@ -11,6 +11,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -664,3 +665,72 @@ def test_full_precision_weights_go_back_into_an_optimizer_that_clips() -> None:
     weights = [[2 * w for w in group] for group in optimizer.export_fp32()]
     optimizer.import_fp32(weights)
     assert all(torch.equal(p.detach(), w) for p, w in zip(model.parameters(), weights[0], strict=True))
+
+
+def partly_frozen(seed: int) -> tuple[nn.Sequential, AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5), nn.Linear(5, 4)).to(torch.bfloat16)
+    model[0].requires_grad_(False)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return model, AdamW(trained, lr=1e-2, policy="FLOOR_BF16")
+
+
+def test_an_optimizer_of_the_trained_parameters_alone_saved_by_dcp_goes_on_with_its_random_bits(tmp_path: Path) -> None:
+    """A stepper numbers the elements of all parameters, and such an optimizer those of its own."""
+
+    def train(model: nn.Sequential, optimizer: AdamW, numbers: range) -> list[Tensor]:
+        for number in numbers:
+            model(
+                torch.randn(3, 5, generator=torch.Generator().manual_seed(number)).bfloat16()
+            ).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = partly_frozen(0)
+    train(model, optimizer, range(3))
+    flat = {f"model.{name}": x for name, x in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        flat |= {f"optimizer.state.{name}.{key}": x for key, x in optimizer.state.get(p, {}).items()}
+    with warnings.catch_warnings(action="ignore"):  # torch warns that it takes the process for the only one
+        dcp_save(flat, checkpoint_id=tmp_path, no_dist=True)
+    expected = train(model, optimizer, range(3, 6))
+    other, resumed = partly_frozen(1)
+    with pytest.warns(UserWarning, match="has no checksums"):
+        load_sharded_into(other, resumed, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(expected, train(other, resumed, range(3, 6)), strict=True))
+
+
+def test_a_plain_models_optimizer_takes_over_the_hyperparameters_of_its_parameters(tmp_path: Path) -> None:
+    """One rule for both loaders. A factory that sets another value by itself is told of, and so is a group that mixes two labels."""
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    transform = eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(1e-2, weight_decay=0.1))
+    policy = eb.by_label(
+        lambda path, _: "a" if "weight" in path else "b", {"a": eb.policies.FP32, "b": eb.policies.FP32}
+    )
+    stepper = FlatStepper(model, transform, policy=policy)
+    model(torch.ones(2, 4)).square().sum().backward()
+    for group in stepper.as_optimizer().param_groups:
+        group["lr"] = 3e-3 if group["label"].startswith("a") else 4e-3
+    stepper.step()
+    save_sharded(stepper, tmp_path)
+
+    def factory(learning_rate: float, weight_decay: float = 0.5) -> eb.Transform[Any]:
+        return eb.chain(eb.clip_by_global_norm(2.0), eb.adamw(learning_rate, weight_decay=weight_decay))
+
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    several = [{"params": [m.weight for m in other]}, {"params": [m.bias for m in other]}]
+    optimizer = TorchOptimizer(several, factory, lr=1.0, weight_decay=0.5)
+    with pytest.warns(UserWarning, match=r"param group 0: limit is \(1\.0,\) there, and \(2\.0,\) here"):
+        load_sharded_into(other, optimizer, tmp_path)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(3e-3, 0.1), (4e-3, 0.1)]
+    kept = TorchOptimizer(several, factory, lr=1.0, weight_decay=0.5)
+    load_sharded_into(other, kept, tmp_path, hyperparameters=False)
+    assert [group["lr"] for group in kept.param_groups] == [1.0, 1.0]
+    mixed = TorchOptimizer(other.parameters(), factory, lr=1.0, weight_decay=0.5)
+    with pytest.warns(
+        UserWarning, match=r"param group 0: lr is \(0\.003,\) and \(0\.004,\) there, and \(1\.0,\) here; .*limit is"
+    ):
+        load_sharded_into(other, mixed, tmp_path)
+    assert [(group["lr"], group["weight_decay"]) for group in mixed.param_groups] == [(1.0, 0.1)]

@@ -301,7 +301,7 @@ def alone(program: Program, then: Program | None = None, load: Path | None = Non
     )
     steps = [(program, step) for step in range(STEPS if load is None else 0)]
     if load is not None:
-        load_sharded_into(model, optimizer, load)
+        load_sharded_into(model, optimizer, load, hyperparameters=False)
     if then is not None:
         steps += [(then, step) for step in range(STEPS, STEPS + RESUMED)]
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

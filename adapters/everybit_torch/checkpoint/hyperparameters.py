@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from everybit_torch.checkpoint.inventory import Inventory
-from everybit_torch.sharded.hyperparameters import RESERVED
+from everybit_torch.optim import Group, TorchOptimizer
+from everybit_torch.sharded.hyperparameters import RESERVED, hyperparameters
 
 HYPERPARAMETERS, OPTIONS, GROUPS = "hyperparameters.", "options.", "groups."
 
-KEEP = "load_sharded(..., hyperparameters=False) keeps the stepper's own."
+KEEP = "hyperparameters=False keeps those that are here."
 
 _MOST = 64
 """The largest number of values of one hyperparameter."""
@@ -91,8 +92,12 @@ def _values(value: object) -> Values:
     return tuple(float(one) for one in several) if good else ()
 
 
-def empty(found: Inventory, labels: Mapping[str, str]) -> dict[str, Tensor]:
+def empty(found: Inventory, labels: Mapping[str, str] | None) -> dict[str, Tensor]:
     """Allocate tensors for the hyperparameters in a checkpoint, to load into.
+
+    Args:
+        found: What the checkpoint has.
+        labels: The labels as for :func:`tensors`; None: of an optimizer without labels.
 
     Raises:
         ValueError: Something of these names that is not of this kind.
@@ -100,8 +105,11 @@ def empty(found: Inventory, labels: Mapping[str, str]) -> dict[str, Tensor]:
     into: dict[str, Tensor] = {}
     for key, saved in found.tensors.items():
         if key.startswith(GROUPS):
-            fits = saved.dtype is torch.uint8 and saved.shape == (len(labels),)
-            accepted = f"a uint8 for each of {len(labels)} parameters that are trained"
+            fits = saved.dtype is torch.uint8 and len(saved.shape) == 1
+            accepted = "a uint8 for each parameter that is trained"
+            if labels is not None:
+                fits = fits and saved.shape == (len(labels),)
+                accepted = f"a uint8 for each of {len(labels)} parameters that are trained"
         elif key.startswith((HYPERPARAMETERS, OPTIONS)):
             fits = saved.dtype is torch.float64 and len(saved.shape) == 1 and 1 <= saved.shape[0] <= _MOST
             fits = fits and "/" in key
@@ -150,6 +158,70 @@ def restored(optimizer: Labelled, loaded: Mapping[str, Tensor], labels: Mapping[
             f"the checkpoint's hyperparameters do not fit: {'; '.join(problems[:5]).removesuffix('.')}{more}. Nothing was changed; {KEEP}"
         )
     return groups
+
+
+class Unlabelled(NamedTuple):
+    """What a checkpoint has for the param groups of an optimizer without labels.
+
+    Attributes:
+        groups: The values to put into each param group.
+        left: What its factory sets by itself, to another value than there, in words.
+    """
+
+    groups: list[dict[str, Any]]
+    left: list[str]
+
+
+def restored_without_labels(
+    optimizer: TorchOptimizer, loaded: Mapping[str, Tensor], names: Mapping[int, str], trained: Collection[str]
+) -> Unlabelled:
+    """Return the values for the param groups of a plain or FSDP2 model's optimizer: those that were saved for their parameters.
+
+    Args:
+        optimizer: The optimizer.
+        loaded: What :func:`empty` made, with its values.
+        names: The name of each parameter, by id.
+        trained: The names of the parameters that the checkpoint has state of.
+
+    Raises:
+        ValueError: A value is refused. The message names it.
+    """
+    there, found, order = _by_label(loaded), Unlabelled([], []), {name: n for n, name in enumerate(sorted(trained))}
+    masks = {label: loaded[f"{GROUPS}{label}"].tolist() for label in there if f"{GROUPS}{label}" in loaded}
+    for group, own in zip(optimizer.param_groups, optimizer.own.groups, strict=True):
+        where, several = f"param group {own.number}", list(there.values())
+        if len(there) > 1 and all(len(mask) == len(order) for mask in masks.values()):
+            members = [order[names[id(p)]] for p in group["params"] if names[id(p)] in order]
+            several = [there[label] for label, mask in masks.items() if any(mask[number] for number in members)]
+        values = [one.own | one.options for one in several]
+        in_all = [name for name in (values[0] if values else ()) if all(name in one for one in values)]
+        here = _of_transform(own)
+        kept = {name for one in several for name in one.own if name not in own.names}
+        new: dict[str, Any] = {}
+        for name in in_all:
+            saved = list(dict.fromkeys(one[name] for one in values))
+            if name in kept or (name in own.names and len(saved) > 1):
+                mine = _values(group[name]) if name in own.names else here.get(name, saved[0])
+                if saved != [mine]:
+                    found.left.append(f"{where}: {name} is {' and '.join(map(str, saved))} there, and {mine} here")
+            elif len(saved) == 1:
+                new[name] = _like(group.get(name), saved[0])
+                if new[name] is None:
+                    raise ValueError(
+                        f"{where}: {name} is {saved[0]} there, and {group[name]!r} here. Nothing was changed; {KEEP}"
+                    )
+        try:
+            own.build(optimizer.factory_arguments({**group, **new}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {str(error).removesuffix('.')}. Nothing was changed; {KEEP}") from None
+        found.groups.append(new)
+    return found
+
+
+def _of_transform(group: Group) -> dict[str, Values]:
+    """The numbers that a group's transform has now, by name."""
+    optimizer = next(iter(group.optimizers.values()), None)
+    return {} if optimizer is None else {k: _values(x) for k, x in hyperparameters(optimizer.transform).items()}
 
 
 def _by_label(loaded: Mapping[str, Tensor]) -> dict[str, _Saved]:

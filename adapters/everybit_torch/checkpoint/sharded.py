@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from everybit.stepping.entries import STEP
 from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint import hyperparameters as saved_hyperparameters
@@ -193,15 +194,19 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
 
 
 @in_plain_mode
-def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | os.PathLike[str]) -> None:
+def load_sharded_into(
+    model: nn.Module, optimizer: TorchOptimizer, path: str | os.PathLike[str], *, hyperparameters: bool = True
+) -> None:
     """Continue from a stepper's checkpoint with a plain or FSDP2 model and its optimizer. Every rank has to call it.
 
     As in :func:`load_sharded`, everything is read and compared with its checksums before anything is changed, on any rank.
 
     Args:
         model: The model, with its parameters in place.
-        optimizer: Over all of them, with the transform and the policy that the checkpoint was written under. Its hyperparameters stay.
+        optimizer: Over all of them, with the transform and the policy that the checkpoint was written under.
         path: The directory, as for :func:`load_sharded`.
+        hyperparameters: Load those that were saved for the parameters of each param group, as far as it has them; what a factory sets by
+            itself to another value is named in a warning. False: keep the optimizer's.
 
     Raises:
         FileNotFoundError: There is no checkpoint, or a file of it is missing.
@@ -211,10 +216,30 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     """
     optimizer.require_trained("load_sharded_into")
     ranks = Communicator(dist.group.WORLD if dist.is_initialized() else None)
-    found, parts, aside = _read(path, lambda: parts_of_model(model, optimizer), ranks, hyperparameters=False)
+    found, parts, aside = _read(path, lambda: parts_of_model(model, optimizer), ranks, hyperparameters=hyperparameters)
+    is_of_stepper = any(name.startswith(saved_hyperparameters.GROUPS) for name in found.tensors)
+    tables = {name: x for name, x in aside.items() if not name.startswith(COMPARED)}
+    names = {id(p): name for name, p in model.named_parameters()}
+    trained = [name for name in names.values() if f"optimizer.state.{name}.{STEP}" in found.tensors]
+
+    def judge() -> saved_hyperparameters.Unlabelled | None:
+        try:
+            return saved_hyperparameters.restored_without_labels(optimizer, tables, names, trained) if tables else None
+        except ValueError as error:
+            raise ValueError(f"{found.folder}: {error}") from None
+
+    settings = on_all(judge, ranks)
     # All ranks have everything. From here on the only refusal is of a transform that steps slices of the model apart.
-    on_all(lambda: optimizer.own.number_elements(model.parameters()), ranks)
+    if is_of_stepper:  # of others the elements have the numbers that the optimizer gives them
+        on_all(lambda: optimizer.own.number_elements(model.parameters()), ranks)
     parts.take_over(aside)
+    if settings is not None:
+        for param_group, values in zip(optimizer.param_groups, settings.groups, strict=True):
+            saved_hyperparameters.take(param_group, values)
+        if settings.left and ranks.rank == 0:
+            notices.warn(
+                f"{found.folder}: the optimizer's factory sets other hyperparameters: {'; '.join(settings.left[:5])}."
+            )
     _warn_if_unverified(found, ranks)
 
 
@@ -238,7 +263,7 @@ def _read(
 
     def read() -> Flat:
         aside = {key: _room_for(value) for key, value in own.items()}
-        aside |= saved_hyperparameters.empty(found, parts.labels) if hyperparameters else {}
+        aside |= saved_hyperparameters.empty(found, parts.labels or None) if hyperparameters else {}
         try:
             read_into(found, aside)
         except (OSError, ValueError) as error:
@@ -283,9 +308,10 @@ def _ranks(stepper: FlatStepper, purpose: str) -> Communicator:
     """
     if stepper.inner.group is None:
         return Communicator(None)
-    if purpose not in stepper.groups:
-        stepper.groups[purpose] = groups.take(stepper.ranks, "gloo", stepper.inner.timeout)
-    return Communicator(stepper.groups[purpose])
+    if purpose not in stepper.others:
+        group = groups.take(stepper.ranks, "gloo", stepper.inner.timeout)
+        stepper.others[purpose] = Communicator(group, owned=True)
+    return stepper.others[purpose]
 
 
 def _raise_pending(stepper: FlatStepper) -> None:

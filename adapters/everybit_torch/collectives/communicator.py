@@ -111,15 +111,30 @@ class Communicator:
     def __init__(
         self, group: dist.ProcessGroup | None, *, near: torch.device | None = None, owned: bool = False
     ) -> None:
-        self.group, self._near = group, near
+        self._group, self._near = None if group is None else weakref.ref(group), near
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.sent: Counter[str] = Counter()
         self._under_way: list[Any] = []  # torch's objects, which do not keep this one alive
         self._give_back: weakref.finalize[Any, Communicator] | None = None
-        if owned and group is not None:
-            self._give_back = weakref.finalize(self, groups.give_back, group, self._under_way)
+        if owned and self._group is not None:
+            self._give_back = weakref.finalize(self, groups.give_back, self._group, self._under_way)
             self._give_back.atexit = False
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None for one process alone. torch keeps it, and this object does not, so that it ends when it is destroyed.
+
+        Raises:
+            RuntimeError: It was destroyed.
+        """
+        group = None if self._group is None else self._group()
+        if group is None and self._group is not None:
+            raise RuntimeError(
+                f"a process group of {self.size} ranks was destroyed (destroy_process_group); accepted is to make steppers and optimizers"
+                " of sharded parameters anew after init_process_group()."
+            )
+        return group
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str, lengths: Sequence[int] = ()) -> Pending:
         """``into`` becomes the ranks' shards one after the other. ``shard`` may be this rank's part of ``into``.
@@ -263,7 +278,7 @@ class Communicator:
         if self._give_back is not None and self._give_back.alive:
             self.drain()
             self._give_back()
-            self.group = None
+            self._group = None
 
     def _new_group(self, backend: str) -> Communicator:
         ranks = dist.get_process_group_ranks(self._required_group())
@@ -285,12 +300,13 @@ class Communicator:
         return f"{device.type}:nccl" in config or config == ["nccl"]
 
     def _required_group(self) -> Any:
-        assert self.group is not None
-        return self.group
+        group = self.group
+        assert group is not None
+        return group
 
     def _spoil(self) -> None:
-        if self.group is not None:
-            groups.spoil(self.group)
+        if self._group is not None:
+            groups.spoil(self._group)
 
     # -- what is under way --------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ an error another collective may be under way.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +26,11 @@ from everybit_torch.torch_internals.process_groups import default_store, new_gro
 
 @dataclass(slots=True)
 class _Made:
-    world: dist.ProcessGroup
+    """A group, which torch keeps until it is destroyed. A reference beyond that could end the process with its threads."""
+
+    world: weakref.ref[dist.ProcessGroup]
     kind: tuple[object, ...]
-    group: dist.ProcessGroup
+    group: weakref.ref[dist.ProcessGroup]
     idle: bool = False
     spoiled: bool = False
 
@@ -46,17 +49,18 @@ def take(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.
     """
     world, kind = dist.group.WORLD, (tuple(ranks), backend, timeout)
     assert world is not None
-    if any(one.world is not world for one in _MADE):
+    if any(one.world() is not world for one in _MADE):
         # Groups end with the world that they are of.
-        _MADE[:] = [one for one in _MADE if one.world is world]
+        _MADE[:] = [one for one in _MADE if one.world() is world]
         _ASKED.clear()
     known = [one for one in _MADE if one.kind == kind]  # the same on every rank, in the order in which they were made
     for one in _free_everywhere(known, ranks, timeout):
-        one.idle = False
-        return one.group
+        if (group := one.group()) is not None:
+            one.idle = False
+            return group
     name = "everybit/" + hashlib.sha256(repr((kind, len(known))).encode()).hexdigest()
     group = new_group(ranks, backend, timeout, name)
-    _MADE.append(_Made(world, kind, group))
+    _MADE.append(_Made(weakref.ref(world), kind, weakref.ref(group)))
     return group
 
 
@@ -77,15 +81,15 @@ def _free_everywhere(known: Sequence[_Made], ranks: Sequence[int], timeout: time
     return [one for number, one in enumerate(known) if store.add(f"{key}/{number}", 0) == len(ranks)]
 
 
-def give_back(group: dist.ProcessGroup, under_way: Sequence[object] = ()) -> None:
+def give_back(group: weakref.ref[dist.ProcessGroup], under_way: Sequence[object] = ()) -> None:
     """Release a group that this rank no longer uses. It is used again unless a collective is under way in it, or has failed."""
     for one in _MADE:
-        if one.group is group:
+        if one.group == group:
             one.idle = not under_way and not one.spoiled
 
 
-def spoil(group: dist.ProcessGroup) -> None:
+def spoil(group: weakref.ref[dist.ProcessGroup]) -> None:
     """A collective of this group has failed: what its ranks would do next may not belong together."""
     for one in _MADE:
-        if one.group is group:
+        if one.group == group:
             one.spoiled = True

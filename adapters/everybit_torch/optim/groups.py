@@ -11,6 +11,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.policies import AnyPolicy, PolicyOrName, describe, with_name_resolved
+from everybit.protocol import transforms_in
 from everybit.stepping import Unsafe, with_policy
 from everybit_torch.arguments import (
     ARGUMENTS,
@@ -145,6 +146,45 @@ class Group:
                         f"param group {self.number}: {name}: got a tensor on {value.device} while a CUDA graph is being captured; accepted"
                         f" is one on {device}, which replays read."
                     )
+
+
+RATE = "learning_rate"
+"""The hyperparameter that may be zero in some param groups: their parameters do not count in the totals."""
+
+
+def require_alike(groups: Iterable[tuple[Group, Optimizers]]) -> None:
+    """Refuse param groups of one transform with hyperparameters that would give them different common numbers.
+
+    Args:
+        groups: Each group with its optimizers, by dtype.
+
+    Raises:
+        ValueError: The message names the hyperparameter, both groups and their values.
+    """
+    known: dict[tuple[str, int, str], tuple[Group, Any]] = {}
+    for group, optimizers in groups:
+        optimizer = next(iter(optimizers.values()), None)
+        if optimizer is None or not optimizer.common:
+            continue
+        for place, node in enumerate(transforms_in(optimizer.transform)):
+            for name in getattr(node, "common_by", ()):
+                value = getattr(node, name)
+                if name == RATE and is_python_zero(value):
+                    continue
+                first, expected = known.setdefault((group.source, place, name), (group, value))
+                if differ({name: value}, {name: expected}):
+                    theirs = next((given for given, targets in group.names.items() if name in targets), name)
+                    rate = " 0 in some groups," if name == RATE else ""
+                    raise ValueError(
+                        f"{group.owner}, param group {group.number}: {theirs}: got {value!r}, and param group {first.number} has"
+                        f" {expected!r}; all parameters share one {node.common[0]}, which depends on it."
+                        f" Accepted are equal values,{rate} and everybit.partition, in which each label has an {node.common[0]} of its own."
+                    )
+
+
+def is_python_zero(value: object) -> bool:
+    """Whether a hyperparameter is the number 0, and no tensor or schedule."""
+    return isinstance(value, (int, float)) and value == 0
 
 
 class Followed:

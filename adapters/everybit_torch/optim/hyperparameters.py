@@ -9,7 +9,7 @@ from typing import Any
 import everybit as eb
 from everybit_torch.arguments import differ
 from everybit_torch.label_resolution import applied, choices, decide, tree_of
-from everybit_torch.optim.groups import Group, Optimizers
+from everybit_torch.optim.groups import Group, Optimizers, require_alike
 from everybit_torch.optim.parameters import Parameters, Stepped, shown
 from everybit_torch.optim.planned import ParamGroups
 from everybit_torch.optim.state_dicts.migration import Migration, plan_migration, skeleton
@@ -32,13 +32,16 @@ def follow(
 
     Raises:
         TypeError: A hyperparameter of another kind.
-        ValueError: A hyperparameter out of range, or a change with ambiguous state, or of masks and labels. The optimizer is unchanged.
+        ValueError: A hyperparameter out of range, a change with ambiguous state, or of masks and labels, or groups that have to be alike
+            and are not. The optimizer is unchanged.
     """
     changes = [
         (group, new, group.build(new))
         for group, new in zip(parameters.groups, arguments, strict=True)
         if differ(new, group.arguments)
     ]
+    future = {group.number: optimizers for group, _, optimizers in changes}
+    require_alike([(group, future.get(group.number, group.optimizers)) for group in parameters.groups])
     for group, _, optimizers in changes:
         require_same_decisions(parameters, group, optimizers, param_groups[group.number])
     plans = [plan for change in changes for plan in _migrations(parameters, *change, may_begin)]

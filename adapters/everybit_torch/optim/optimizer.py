@@ -19,14 +19,14 @@ from everybit_torch.arguments import require_factory, settled
 from everybit_torch.compiled import Factory
 from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
-from everybit_torch.optim import evaluating, hyperparameters, param_groups, stepping
+from everybit_torch.optim import common_numbers, evaluating, hyperparameters, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
 from everybit_torch.optim.groups import Followed, GroupMaker
 from everybit_torch.optim.interfaces import Release, TorchNames
 from everybit_torch.optim.param_groups import Params
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.planned import parameters_of
-from everybit_torch.optim.state_dicts import full_weights, loading, saving, torch_format
+from everybit_torch.optim.state_dicts import assigned, full_weights, loading, saving, torch_format
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import Saved, read
 from everybit_torch.optim.states import ParameterState, States, state_replaced
@@ -259,8 +259,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         groups = self.own_groups
         self._settle_policies(groups)
         self._follow_hyperparameters(groups)
-        self.own.settle(groups)
+        self._settle_parameters(groups)
         self.own.follow(groups)
+        self.own.take_back()
 
     def _require_capturable(self) -> None:
         """Refuse a step that is captured in a CUDA graph, if more had to be done than is to be done again at every replay.
@@ -288,8 +289,17 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         groups = self.own_groups
         self._settle_policies(groups)
-        self.own.settle(groups)
+        self._settle_parameters(groups)
         self.own.follow(groups)
+
+    def _settle_parameters(self, groups: list[dict[str, Any]]) -> None:
+        """Give parameters without state their state: that which was assigned to them, or that before the first step."""
+        plan = self.own.plan(groups, frozenset())
+        if plan is not None:
+            given, known = assigned.judge(self, plan), [*self.own.stepped]
+            self.own.carry_out(plan)
+            common_numbers.spread(self.own.stepped, known)
+            assigned.adopt(self, given)
 
     def _parameters(self) -> list[Tensor]:
         return parameters_of(self.own_groups)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.policies import block_of
-from everybit.stepping.entries import Entry
+from everybit.stepping.entries import STEP, Entry
 from everybit_torch.collectives import GroupAxis
 from everybit_torch.dtensors import RowShards, axis_of, bits_of, first_element, is_primary_copy, like, mesh_of
 from everybit_torch.label_resolution import Decision
@@ -186,19 +186,20 @@ class Parameters:
         present = [group.optimizers for group in self.groups] if optimizers is None else optimizers
         return planned(self._settled, self._counted, self._firsts, param_groups, wanted, present)
 
-    def settle(self, param_groups: ParamGroups) -> None:
-        """Give every parameter that is trained, and has no state yet, its state.
+    def carry_out(self, plan: Plan) -> None:
+        """Give parameters state as planned.
 
         Raises:
-            RuntimeError: The plan cannot be made, as for :meth:`plan`.
-            ValueError: The plan cannot be made, as for :meth:`plan`.
+            RuntimeError: Parameters that visit begin later than those with which they share numbers of their transform.
         """
-        plan = self.plan(param_groups, frozenset())
-        if plan is not None:
-            self.carry_out(plan)
-
-    def carry_out(self, plan: Plan) -> None:
-        """Give parameters state as planned."""
+        begun_sources = {one.group.source for one in self.stepped if one.optimizer.common}
+        begun_sources |= {one.group.source for one in self.visited() if one.optimizer.common}
+        for one in plan.new:
+            if one.rows is not None and one.optimizer.common and self.groups[one.group].source in begun_sources:
+                raise RuntimeError(
+                    f"{one.name}: begins after others, with which it shares numbers of its transform, and the owners of its blocks do not"
+                    " know them. Accepted is to train it from the first step on, or a policy without blocks (LEAN_BF16)."
+                )
         self._counted, self._settled = plan.counted, plan.settled
         together: dict[Any, list[New]] = {}
         visiting: dict[Any, tuple[RowShards, list[New]]] = {}
@@ -286,6 +287,36 @@ class Parameters:
         for stepped in several:
             for number, parameter in enumerate(stepped.of.parameters):
                 self.states[parameter].publish(shown(parameter, stepped.of.entries(number)), self.states.torch_names)
+
+    def take_back(self) -> None:
+        """Take over state that other code moved away and gave back by assigning to ``.data``, as programs do that offload state.
+
+        The memory that is stepped stays where it is: what was given back is copied into it.
+
+        Raises:
+            RuntimeError: State that was freed and not given back; nothing is changed.
+        """
+        moved = [one for one in self.stepped if not self._shows_memory(one)]
+        copies: list[tuple[Tensor, Tensor]] = []
+        for one in moved:
+            for number, (name, parameter) in enumerate(zip(one.names, one.of.parameters, strict=True)):
+                for entry, x in shown(parameter, one.of.entries(number)).items():
+                    given, held = local(self.states[parameter].own[entry]), local(x)
+                    if given.shape != held.shape or given.dtype is not held.dtype:
+                        raise RuntimeError(
+                            f"{name}: its state {entry!r} was given other memory by assigning to `.data`: got {tuple(given.shape)},"
+                            f" {given.dtype}; accepted is {tuple(held.shape)}, {held.dtype}, given back before the step."
+                        )
+                    if given.data_ptr() != held.data_ptr() or given.device != held.device:
+                        copies.append((held, given))
+        for held, given in copies:
+            held.copy_(given)
+        self.show(moved)
+
+    def _shows_memory(self, one: Stepped) -> bool:
+        """Whether the count that a parameter shows is that of its segment. Fast: called at every step."""
+        entry = dict.get(self.states[one.of.parameters[0]], STEP)
+        return entry is None or entry.data_ptr() == one.of.segment.state.step.data_ptr()
 
     def axis_and_counts(self, parameter: Tensor) -> tuple[eb.Axis, bool]:
         """Return the processes with other elements of a parameter, and whether this process counts, of those with equal elements."""
@@ -440,7 +471,7 @@ def shown(parameter: Tensor, entries: Iterable[tuple[Entry, Tensor]]) -> dict[st
     shape = local(parameter).shape
     for entry, x in entries:
         if entry.cut == "copy":
-            found[entry.name] = x
+            found[entry.name] = x.detach()  # of each parameter its own: other code may give it other memory by `.data`
         elif entry.cut == "element":
             found[entry.name] = like(parameter, x.view(shape))
         else:

@@ -87,6 +87,11 @@ class ParameterState(dict[Any, Any]):
         self._own = frozenset(own)
         self._alias = {theirs: ours for ours, theirs in torch_names.items() if ours in own}
 
+    def drop_torch_names(self) -> None:
+        """Remove entries under torch's names, whose values the optimizer has taken over."""
+        for name in self._alias:
+            super().pop(name, None)
+
     def keep(self, entries: Mapping[Any, Any]) -> None:
         """Let these be everybody else's entries, in the place of those that were."""
         for name in self.kept.keys() - entries.keys():
@@ -322,6 +327,12 @@ class States(defaultdict[Any, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return States, (None, dict(self))
+
+
+def keeps_remainder(states: States, parameter: Tensor) -> bool:
+    """Whether the state of a parameter has a part of its weights."""
+    held = states.get(parameter)
+    return isinstance(held, ParameterState) and any(name.split(".")[0] == WEIGHTS for name in held.own)
 
 
 def state_replaced() -> RuntimeError:

@@ -14,8 +14,9 @@ import everybit as eb
 from everybit.stepping import Metrics
 from everybit_torch.dtensors import axis_of, is_primary_copy, mesh_of
 from everybit_torch.host_counts import Due
+from everybit_torch.optim import common_numbers
 from everybit_torch.optim.parameters import Parameters, Stepped
-from everybit_torch.optim.visiting import Visited, Visiting
+from everybit_torch.optim.visiting import Visit, Visited
 from everybit_torch.segments import Partial, Run, Segment, Single, Work, find_totals
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import local
@@ -41,18 +42,6 @@ class Task:
     def gather(self) -> Tensor:
         """Return the gradients in the shape of the segment's tensor."""
         return self.stepped.of.gather(self.grads)
-
-
-class Visit(NamedTuple):
-    """Parameters that visit owners.
-
-    Attributes:
-        visiting: The parameters.
-        grads: The gradients of this rank's rows.
-    """
-
-    visiting: Visiting
-    grads: list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +71,7 @@ def prepare(parameters: Parameters) -> Prepared:
     Raises:
         TypeError: A sparse gradient.
         RuntimeError: A CUDA graph is being captured, and a bucket would come apart, or parameters visit. Or ranks have gradients for
-            different parameters.
+            different parameters. Or some that visit have none, and their transform's estimate is one for all.
     """
     found = [(one, gradients(one)) for one in parameters.stepped]
     if mixed := [one for one, grads in found if any(g is None for g in grads) and any(g is not None for g in grads)]:
@@ -104,6 +93,7 @@ def prepare(parameters: Parameters) -> Prepared:
         )
     for visit in visits:
         visit.visiting.prepare(visit.grads)
+    common_numbers.require_all(parameters, [task.stepped for task in tasks], visits)
     prepared = Prepared(parameters, tasks, [one for one in visits if any(grad is not None for grad in one.grads)])
     reducing = [task for task in tasks if task.stepped.optimizer.reduces]
     sources = [task.stepped.group.source for task in reducing]
@@ -225,6 +215,7 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
             measured = found if measured is None else added(measured, found)
     for one in ready.values():
         one.segment.note_step(one.before)
+    common_numbers.spread(prepared.parameters.stepped, [task.stepped for task in prepared.tasks])
     for visit in prepared.visits:
         device = local(visit.visiting.members[0].parameter).device
         totals = [x.to(device) for x in prepared.totals.get(visit.visiting.source, ())]

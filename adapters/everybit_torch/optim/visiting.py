@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -232,6 +232,18 @@ class Visiting:
                 old = one.visitor.segment
                 if old is not None:
                     self._replace(one, Segment(old.optimizer, old.tensor, old.state, one.visitor.first))
+
+
+class Visit(NamedTuple):
+    """Parameters that visit owners.
+
+    Attributes:
+        visiting: The parameters.
+        grads: The gradients of this rank's rows.
+    """
+
+    visiting: Visiting
+    grads: list[Tensor | None]
 
 
 def _least(dtype: torch.dtype) -> float:

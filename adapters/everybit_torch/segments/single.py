@@ -13,7 +13,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.stepping.entries import Entry
 from everybit_torch.segments.segment import Segment
-from everybit_torch.torch_internals.dtensors import is_dtensor, local
+from everybit_torch.torch_internals.dtensors import is_cut, is_dtensor, local
 
 
 class Single:
@@ -101,7 +101,7 @@ def shares_numbers(parameter: Tensor, optimizer: eb.Optimizer[Any], is_part: boo
     """
     if not optimizer.per_tensor or optimizer.needs_whole:
         return False
-    return any(one.is_shard() for one in parameter.placements) if is_dtensor(parameter) else is_part
+    return any(map(is_cut, parameter.placements)) if is_dtensor(parameter) else is_part
 
 
 _KIND = attrgetter("shape", "dtype", "device")

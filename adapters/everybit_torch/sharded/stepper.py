@@ -13,7 +13,7 @@ from everybit.base import FloatDType
 from everybit_torch import clipping, notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.background import PendingSave, StagingMemory
-from everybit_torch.collectives import Communicator, groups, ranks_of
+from everybit_torch.collectives import Communicator, ranks_of
 from everybit_torch.planning.report import Plan
 from everybit_torch.routing import Routed
 from everybit_torch.sharded.labelling import LabelledTransform, Transforms
@@ -22,8 +22,6 @@ from everybit_torch.sharded.options import StepperKeywords, StepperOptions
 from everybit_torch.sharded.reports import StepReport
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from everybit_torch.flat import BufferStepper, ShareOptimizer
     from everybit_torch.fsdp2 import FSDP2Stepper
 
@@ -86,7 +84,7 @@ class FlatStepper:
 
             self.engine = BufferStepper(model, judge(model, transform, chosen))
         self.ranks = ranks_of(chosen.mesh)
-        self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
+        self.others: dict[str, Communicator] = {}  # over the same ranks, for checkpoints
         self.saving: PendingSave | None = None
         claim(model, self)
         call = "stepper.clip_grad_norm_(max_norm), or pass the parameters of stepper.as_optimizer()"
@@ -291,9 +289,9 @@ class FlatStepper:
         if self.saving is not None and (error := self.saving.unseen()) is not None:
             notices.warn(f"close: the last asynchronous save failed: {error}")
         self.staging.free()
-        for group in self.groups.values():
-            groups.give_back(group)
-        self.groups = {}
+        for other in self.others.values():
+            other.close()
+        self.others = {}
 
     @torch.no_grad()
     def loaded(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
@@ -31,6 +31,23 @@ def local(x: Tensor) -> Tensor:
         with torch.no_grad():
             part = x.to_local()
     return part
+
+
+def is_cut(placement: Placement) -> bool:
+    """Whether ranks along a dimension of a mesh hold other elements of a tensor, and not copies of the same ones.
+
+    torch's ``_StridedShard``, which FSDP2 makes of a weight that tensor parallelism cut along dimension 0, is no ``Shard`` by its type.
+
+    Raises:
+        ValueError: A placement that is not known to do either.
+    """
+    if placement.is_replicate():
+        return False
+    if placement.is_shard() or type(placement).__name__ == "_StridedShard":
+        return True
+    raise ValueError(
+        f"got a DTensor with the placement {placement!r}; accepted are Shard, _StridedShard and Replicate."
+    )
 
 
 def offset_of_local_part(x: DTensor) -> tuple[int, ...]:

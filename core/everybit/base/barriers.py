@@ -140,7 +140,9 @@ def _squares(x: Tensor, scratch: Tensor | None = None) -> Tensor:
     sums = []
     for start in range(0, max(len(flat), 1), size):
         part = flat[start : start + size]
-        wide = part.double() if scratch is None or part.dtype is torch.float64 else scratch[: len(part)].copy_(part)
+        # A copy of float64, too: some libraries add up in an order that depends on the address.
+        shared = None if part.dtype is torch.float64 else scratch
+        wide = part.to(torch.float64, copy=True) if shared is None else shared[: len(part)].copy_(part)
         sums.append(torch.dot(wide, wide))
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 

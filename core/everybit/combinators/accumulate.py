@@ -35,6 +35,10 @@ class Accumulate(Wrapping):
     The mean is a slot, ``gradient``, which a policy stores as any other slot (``Policy.slots``). A bfloat16 mean that is rounded to
     nearest is refused for more than 32 gradients: the last of them would not move it.
 
+    Each parameter counts its own gradients. Under a torch optimizer a parameter without a gradient is left out of a step, so that an expert
+    with one gradient in four steps moves once in sixteen steps, by the mean of four gradients. Where every parameter is to move at the same
+    steps let autograd add up in ``.grad``, and call ``step()`` once in ``every`` backward passes.
+
     Args:
         transform: The transform that the mean goes through.
         every: Gradients per update, at least 1.

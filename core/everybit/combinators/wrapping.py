@@ -19,6 +19,7 @@ from everybit.protocol import (
     any_per_tensor,
     any_reduces,
     coarsest,
+    common,
     decays,
     enter,
     eval_params,
@@ -58,6 +59,11 @@ class Composed:
     def draws(self) -> bool:
         """Whether a part draws random bits."""
         return any_draws(self.parts())
+
+    @property
+    def common(self) -> tuple[str, ...]:
+        """The numbers of the parts' states that all parameters share."""
+        return common(*self.parts())
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the parts declare."""

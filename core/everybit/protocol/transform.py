@@ -36,7 +36,8 @@ class Transform(Protocol[S]):
     ``draws``, True if ``update`` draws random bits by ``ctx.keys``; ``decays()``, see :class:`SlotDecay`;
     ``periods()``, the periods of the work that it gives to ``ctx.every``; ``eval_params(params, state)``, see :class:`HasEvalParams`;
     ``reads_weights``, False if ``update`` reads no values of ``params``, so that weights need not be brought together for a transform
-    with cut ``"tensor"``, nor projected inside of :func:`everybit.low_rank`.
+    with cut ``"tensor"``, nor projected inside of :func:`everybit.low_rank`; ``common``, the names of the state's numbers that all
+    parameters of one optimizer share, such as Prodigy's estimate, with ``common_by``, the hyperparameters that these depend on.
     """
 
     @property
@@ -141,6 +142,11 @@ def any_draws(transforms: Iterable[object]) -> bool:
 def any_per_tensor(transforms: Iterable[object]) -> bool:
     """Whether any of several transforms reduces over each parameter. A transform that does not declare it does not."""
     return any(getattr(transform, "per_tensor", False) for transform in transforms)
+
+
+def common(*transforms: object) -> tuple[str, ...]:
+    """List the numbers in the state of transforms, and of those inside them, that all parameters of one optimizer share."""
+    return tuple(dict.fromkeys(name for transform in transforms for name in getattr(transform, "common", ())))
 
 
 def periods(*transforms: object) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ from everybit.protocol import (
     advance,
     any_draws,
     any_per_tensor,
+    common,
     decays,
     enter,
     eval_params,
@@ -113,6 +114,7 @@ class Optimizer(Generic[S]):
         draws: Whether the transform draws random bits, beside those by which formats round.
         draws_bits: Whether a step needs the elements' indices: the policy rounds stochastically, or the transform draws.
         periods: The periods of the work that is done every few steps only, in ascending order.
+        common: Names of the numbers in the transform's state that all parameters of one optimizer share.
     """
 
     transform: Transform[S]
@@ -126,6 +128,7 @@ class Optimizer(Generic[S]):
     draws: bool = field(init=False, compare=False, repr=False)
     draws_bits: bool = field(init=False, compare=False, repr=False)
     periods: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    common: tuple[str, ...] = field(init=False, compare=False, repr=False)
     found: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Results of :func:`~everybit.base.memo.once`."""
 
@@ -137,6 +140,7 @@ class Optimizer(Generic[S]):
             "needs_whole": needs_whole_tensors(self.transform),
             "draws": any_draws([self.transform]),
             "periods": periods(self.transform),
+            "common": common(self.transform),
         }
         found["draws_bits"] = found["draws"] or draws_bits(self.policy)
         for name, value in found.items():

@@ -56,10 +56,11 @@ class Prodigy(Elementwise):
         u_t = -d_t \eta \left(\frac{m_t}{\sqrt{v_t} + d_{t+1}\epsilon} + \lambda p_t\right)
 
     with :math:`d_{t+1}` the greatest estimate so far, but at most ``growth_rate`` times :math:`d_t`. The two sums are over all parameters
-    that share the step, on all ranks, in float64. So the parameters of one model are stepped by one transform: in a ``partition``, each
-    part has an estimate of its own.
+    that have a gradient, on all ranks, in float64. All parameters of an optimizer share d, also one whose gradients come later, and param
+    groups of different rates are refused, as by ``prodigyopt``. In a ``partition``, each part has an estimate of its own.
 
-    At a learning rate of zero the state is unchanged, and while all gradients are zero no weight moves.
+    A parameter at a learning rate of zero does not count in the sums, and its slots are unchanged. While all gradients are zero no weight
+    moves.
 
     Args:
         learning_rate: :math:`\eta`, a factor of the estimate, at least zero; 1, or a schedule that ends at 0.
@@ -83,6 +84,8 @@ class Prodigy(Elementwise):
     """
 
     reduces = True
+    common = ("estimate", "greatest", "numerator")
+    common_by = ("learning_rate", "b2", "b3", "d0", "d_coef", "growth_rate", "bias_correction", "safeguard_warmup")
     learning_rate: NonNegative = 1.0
     _: KW_ONLY
     b1: Rate = 0.9
@@ -140,8 +143,8 @@ class Prodigy(Elementwise):
         def stepped(sums: Tensor) -> tuple[P, ProdigyState[P]]:
             momentum = tree.elementwise(lambda g, m: b1 * m + b1_share * g, updates, state.momentum)
             variance = tree.elementwise(lambda g, v: b2 * v + b2_share * (g * g), updates, state.variance)
-            numerator = b3 * state.numerator + relative * size * sums[0]
-            known = moves & (sums[1] > 0)
+            numerator = b3 * state.numerator + sums[0]
+            known = sums[1] > 0
 
             found = at(self.d_coef, step, name="d_coef") * numerator / torch.where(known, sums[1], 1.0)
             greatest = torch.maximum(state.greatest, found)
@@ -149,11 +152,11 @@ class Prodigy(Elementwise):
             # Without a limit the estimate is the greatest one.
             grown = greatest if self.growth_rate is None else begun * at(self.growth_rate, step, name="growth_rate")
             estimate = torch.where(known, torch.minimum(greatest, grown), d)
-            least, shrink = materialize(estimate * eps), materialize(size * decay)
+            least, shrink, steps = materialize(estimate * eps), materialize(size * decay), known & moves
 
             def moved(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
                 u = -size * (m / (sqrt(v) + least))
-                return torch.where(known, u if is_zero(decay) else torch.where(shrink == 0, u, u - shrink * p), 0.0)
+                return torch.where(steps, u if is_zero(decay) else torch.where(shrink == 0, u, u - shrink * p), 0.0)
 
             return tree.elementwise(moved, momentum, variance, params), ProdigyState(
                 tree.where(moves, momentum, state.momentum),
@@ -165,7 +168,9 @@ class Prodigy(Elementwise):
                 torch.where(known, numerator, state.numerator),
             )
 
-        return ctx.request(Sum(torch.stack([barriers.total(ways, d), barriers.total(lengths, d)])), stepped)
+        # Weighted here, so that the numerator is the same for parameters of other counts of steps, and without those at a rate of zero.
+        way, length = relative * size * barriers.total(ways, d), moves * barriers.total(lengths, d)
+        return ctx.request(Sum(torch.stack([way, length])), stepped)
 
 
 def _inner(g: Tensor, start: Tensor, p: Tensor) -> Tensor:
@@ -202,9 +207,10 @@ class DAdaptAdam(Elementwise):
     .. math::
         d_{t+1} = \max\left(d_t, \min\left(\frac{r_t}{(1-\sqrt{\beta_2}) \lVert s_t \rVert_1},\; \gamma d_t\right)\right)
 
-    The two sums are over all parameters that share the step, on all ranks, in float64. So the parameters of one model are stepped by one
-    transform: in a ``partition``, each part has an estimate of its own. At a learning rate of zero the state is unchanged, and while all
-    gradients are zero no weight does.
+    The two sums are over all parameters that have a gradient, on all ranks, in float64. All parameters of an optimizer share d, also one
+    whose gradients come later, and param groups of different rates are refused. In a ``partition``, each part has an estimate of its own.
+    A parameter at a learning rate of zero does not count in the sums, and its slots are unchanged. While all gradients are zero no weight
+    moves.
 
     Args:
         learning_rate: :math:`\eta`, a factor of the estimate, at least zero; 1, or a schedule that ends at 0.
@@ -225,6 +231,8 @@ class DAdaptAdam(Elementwise):
     """
 
     reduces = True
+    common = ("estimate", "numerator")
+    common_by = ("learning_rate", "b2", "d0", "growth_rate", "bias_correction")
     learning_rate: NonNegative = 1.0
     b1: Rate = 0.9
     b2: Rate = 0.999
@@ -275,15 +283,15 @@ class DAdaptAdam(Elementwise):
         def stepped(sums: Tensor) -> tuple[P, DAdaptAdamState[P]]:
             momentum = tree.elementwise(lambda g, m: b1 * m + of_mean * g, updates, state.momentum)
             variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
-            numerator = root * state.numerator + (1 - root) * size * sums[0]
-            known = moves & (sums[1] > 0)
+            numerator = root * state.numerator + sums[0]
+            known, steps = sums[1] > 0, moves & (sums[1] > 0)
             found = numerator / torch.where(known, (1 - root) * sums[1], 1.0)
             if self.growth_rate is not None:
                 found = torch.minimum(found, d * at(self.growth_rate, step, name="growth_rate"))
 
             def moved(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
                 u = -m / (sqrt(v) + eps)
-                return torch.where(known, torch.where(shrink == 0, u, u - shrink * p), 0.0)
+                return torch.where(steps, torch.where(shrink == 0, u, u - shrink * p), 0.0)
 
             return tree.elementwise(moved, momentum, variance, params), DAdaptAdamState(
                 tree.where(moves, momentum, state.momentum),
@@ -293,7 +301,9 @@ class DAdaptAdam(Elementwise):
                 torch.where(known, numerator, state.numerator),
             )
 
-        return ctx.request(Sum(torch.stack([barriers.total(agreements, d), barriers.total(lengths, d)])), stepped)
+        # Weighted here, so that the numerator is the same for parameters of other counts of steps, and without those at a rate of zero.
+        way_back, length = of_sum * barriers.total(agreements, d), moves * barriers.total(lengths, d)
+        return ctx.request(Sum(torch.stack([way_back, length])), stepped)
 
 
 dadapt_adam = DAdaptAdam

@@ -97,7 +97,7 @@ def load_all(parameters: Parameters, given: Given) -> None:
         if values is None:
             _load(own.segment(), None)
         else:
-            _fill(own.entries(), values)
+            fill(own.entries(), values)
     for visiting in parameters.visiting:
         visiting.take(given, _load, entries_of, weights=any(id(one.parameter) not in given for one in visiting.members))
 
@@ -196,10 +196,11 @@ def _load(segment: Segment, given: Mapping[str, Tensor] | None) -> None:
     if given is None:
         write(segment.state, Segment.new(segment.optimizer, segment.tensor, segment.first).state)
     else:
-        _fill(segment.entries(), given)
+        fill(segment.entries(), given)
 
 
-def _fill(state: Iterable[tuple[Entry, Tensor]], given: Mapping[str, Tensor]) -> None:
+def fill(state: Iterable[tuple[Entry, Tensor]], given: Mapping[str, Tensor]) -> None:
+    """Write entries, as stored, into the tensors of a state."""
     for entry, held in state:
         if entry.name in given:
             held.copy_(local(given[entry.name]).reshape(held.shape))

@@ -16,16 +16,18 @@ from torch import Tensor
 
 from everybit.base import at
 from everybit.stepping.entries import STEP, WEIGHTS, field_of
+from everybit_torch import notices
 from everybit_torch.arguments import as_python, differ
-from everybit_torch.optim.groups import Optimizers
+from everybit_torch.optim.common_numbers import spread
+from everybit_torch.optim.groups import Optimizers, require_alike
 from everybit_torch.optim.hyperparameters import require_same_decisions, require_same_view, start_with
 from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import Plan, parameters_of
 from everybit_torch.optim.state_dicts import full_precision
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
-from everybit_torch.optim.state_dicts.saved_structure import Saved, copied, names, shown
+from everybit_torch.optim.state_dicts.saved_structure import FROZEN_REMAINDERS, NOT_SAVED, Saved, copied, names, shown
 from everybit_torch.optim.state_dicts.state_schema import Kind, expectations, require_entry
-from everybit_torch.optim.states import KEPT, is_own_name
+from everybit_torch.optim.states import KEPT, is_own_name, keeps_remainder
 from everybit_torch.torch_internals.dtensors import local
 
 _TORCHS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"})
@@ -58,6 +60,7 @@ class Loaded:
         elsewhere: Entries of other code under keys that are no parameters.
         missing: Names of parameters that were left out, because the state dict does not have them.
         unexpected: Names that were left out, because the optimizer does not have them.
+        lacking: Names of parameters that had a part of their weights in their state, which the state dict does not have.
     """
 
     settings: Settings
@@ -67,6 +70,7 @@ class Loaded:
     elsewhere: dict[Hashable, Any]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
 
 
 # -- hyperparameters ----------------------------------------------------------------------------------------------------------
@@ -80,12 +84,14 @@ def judge_settings(front: Front, saved: Saved) -> Settings:
         ValueError: A hyperparameter out of range, or that the policy refuses; the message names group and hyperparameter.
     """
     settings = Settings()
+    known: dict[int, Any] = {}
     for index, (group, given) in enumerate(zip(front.own_groups, saved.groups, strict=True)):
         where = f"state_dict['param_groups'][{index}]"
         new = {
-            key: copied(value, f"{where}[{shown(key)}]")
+            key: copied(value, f"{where}[{shown(key)}]", known=known)
             for key, value in given.items()
-            if key not in ("params", "policy")
+            if key not in ("params", "policy", FROZEN_REMAINDERS)
+            and not (isinstance(value, str) and value.startswith(NOT_SAVED))
         }
         named = new.get("param_names", [])
         if not isinstance(named, list) or (named and len(named) != len(group["params"])):
@@ -115,6 +121,7 @@ def judge_settings(front: Front, saved: Saved) -> Settings:
         settings.groups.append(new)
         settings.arguments.append(arguments)
         settings.optimizers.append(optimizers)
+    require_alike(zip(front.own.groups, settings.optimizers, strict=True))
     for stepped, new_optimizers, values in zip(front.own.groups, settings.optimizers, front.own_groups, strict=True):
         require_same_decisions(front.own, stepped, new_optimizers, values)
         require_same_view(front.own, stepped, new_optimizers)
@@ -223,7 +230,23 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
                 " a parameter of that number."
             )
         elsewhere[key] = copied(value, f"state_dict['state'][{shown(key)}]")
-    return Loaded(settings, plan, own, kept, elsewhere, tuple(saved.missing.values()), saved.unexpected)
+    missing = tuple(saved.missing.values())
+    return Loaded(settings, plan, own, kept, elsewhere, missing, saved.unexpected, _lacking(front, saved, own))
+
+
+def _lacking(front: Front, saved: Saved, own: Mapping[int, object]) -> tuple[str, ...]:
+    """Name the parameters whose weights the state dict has in part only: their remainder was in state that was left out."""
+    if not own:
+        return ()  # a state dict without state begins anew
+    lacking = []
+    for values, given in zip(front.own_groups, saved.groups, strict=True):
+        listed = given.get(FROZEN_REMAINDERS, ())
+        names_of = values.get("param_names") or [f"parameter {place}" for place in range(len(values["params"]))]
+        for place, (name, parameter) in enumerate(zip(names_of, values["params"], strict=True)):
+            had = place in listed or (not parameter.requires_grad and keeps_remainder(front.own.states, parameter))
+            if had and id(parameter) not in own:
+                lacking.append(str(name))
+    return tuple(lacking)
 
 
 def _renamed(given: Mapping[Any, Any], kinds: Mapping[str, Kind]) -> Mapping[Any, Any]:
@@ -254,14 +277,24 @@ def _require_names(
 def restore(front: Front, loaded: Loaded) -> LoadReport:
     """Take over a state dict, as stored."""
     _take_settings(front, loaded)
+    if loaded.lacking:
+        notices.warn_of_lacking_remainders(loaded.lacking)
     full_precision.load_all(front.own, loaded.own)
+    _spread(front, loaded)
     return LoadReport({}, loaded.missing, loaded.unexpected)
 
 
 def restore_in_full(front: Front, loaded: Loaded) -> LoadReport:
     """Take over a state dict in full precision."""
     _take_settings(front, loaded)
-    return LoadReport(full_precision.encode_all(front.own, loaded.own), loaded.missing, loaded.unexpected)
+    losses = full_precision.encode_all(front.own, loaded.own)
+    _spread(front, loaded)
+    return LoadReport(losses, loaded.missing, loaded.unexpected)
+
+
+def _spread(front: Front, loaded: Loaded) -> None:
+    """Give parameters without loaded state the numbers that they share with the others."""
+    spread(front.own.stepped, [one for one in front.own.stepped if id(one.of.parameters[0]) in loaded.own])
 
 
 def _take_settings(front: Front, loaded: Loaded) -> None:

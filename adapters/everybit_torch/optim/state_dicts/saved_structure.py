@@ -18,6 +18,13 @@ DEEPEST = 32
 """How deep containers may be nested in what others keep in a state dict. Copying and pickling it recurses, and Python ends a recursion
 after about a thousand calls, of which each level takes several."""
 
+FROZEN_REMAINDERS = "frozen_remainders"
+"""The entry of a param group that lists frozen parameters whose state has a part of their weights. It goes into state dicts alone:
+``set_optimizer_state_dict`` of torch leaves out the state of frozen parameters, and a load can tell by it what is missing."""
+
+NOT_SAVED = "not saved: "
+"""How an entry of a param group begins that stands for a hyperparameter which is code; a load keeps the present one."""
+
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of a name that wrappers of a model add (``torch.compile``, DDP, FSDP, checkpointing); names are compared without them."""
 
@@ -193,13 +200,19 @@ def names(keys: Iterable[object]) -> str:
 # -- what is copied -----------------------------------------------------------------------------------------------------------
 
 
-def copied(value: Any, where: str, device: torch.device | None = None) -> Any:
+def copied(value: Any, where: str, device: torch.device | None = None, *, known: dict[int, Any] | None = None) -> Any:
     """Return a copy that shares no memory; tensors on ``device``, in their own dtypes.
+
+    Args:
+        value: What is copied.
+        where: Its place, for messages.
+        device: The device of the copy.
+        known: Copies by id of what was copied before, and may be referred to again, such as a learning rate of several groups.
 
     Raises:
         ValueError: It cannot be copied; the message begins with ``where``.
     """
-    return _copied(value, where, device, {}, 0)
+    return _copied(value, where, device, {} if known is None else known, 0)
 
 
 def _copied(value: Any, where: str, device: torch.device | None, known: dict[int, Any], depth: int) -> Any:

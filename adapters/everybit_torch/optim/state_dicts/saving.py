@@ -12,8 +12,8 @@ from everybit_torch.dtensors import sendable
 from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.state_dicts import full_precision
-from everybit_torch.optim.state_dicts.saved_structure import copied, is_plain, shown
-from everybit_torch.optim.states import UNUSED, ParameterState
+from everybit_torch.optim.state_dicts.saved_structure import FROZEN_REMAINDERS, NOT_SAVED, copied, is_plain, shown
+from everybit_torch.optim.states import UNUSED, ParameterState, keeps_remainder
 from everybit_torch.optim.visits import entries_of
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
@@ -80,12 +80,24 @@ def _numbers(front: Front) -> dict[int, int]:
 
 
 def _packed_groups(front: Front, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Return the param groups without hyperparameters that are code, so that a checkpoint holds data alone."""
+    """Return the param groups, so that a checkpoint holds data alone: with a word in the place of a hyperparameter that is code.
+
+    torch's flattened form needs an entry for each key of the optimizer's param groups.
+    """
     packed = []
     owners = {id(group): own for group, own in zip(front.own_groups, front.own.groups, strict=True)}
     for group in front.param_groups:
         own = owners[id(group)]
-        kept = {name: value for name, value in group.items() if name not in own.names or is_plain(value)}
+        kept = {
+            name: value if name not in own.names or is_plain(value) else f"{NOT_SAVED}{type(value).__name__}"
+            for name, value in group.items()
+        }
+        if frozen := [
+            place
+            for place, p in enumerate(group["params"])
+            if not p.requires_grad and keeps_remainder(front.own.states, p)
+        ]:
+            kept[FROZEN_REMAINDERS] = frozen
         packed.append(kept | {"params": [numbers[id(p)] for p in group["params"]]})
     return packed
 

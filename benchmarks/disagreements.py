@@ -419,7 +419,7 @@ DISAGREEMENTS = (
         "`average`",
         (
             Answer("a running mean", "torch, Keller Jordan", _muon()),
-            Answer("a decaying sum", "Moonlight, Dion", _muon(average=False)),
+            Answer("a decaying sum", "Moonlight, Dion", _muon(averaged=False)),
         ),
         MATRICES,
     ),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.protocol import PARTS
+from everybit_torch import notices
 
 FIELDS: Mapping[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2")}
 """torch's names, and the fields of transforms that they stand for."""
@@ -80,7 +81,7 @@ def torch_defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class ImplementationArguments(TypedDict, total=False):
-    """Arguments of torch's optimizers that choose among its implementations; accepted at the values that choose no implementation."""
+    """Arguments of torch's optimizers that choose among its implementations. They have no effect; ``differentiable`` has to be False."""
 
     foreach: bool | None
     fused: bool | None
@@ -94,12 +95,12 @@ class TorchArguments(ImplementationArguments, total=False):
     decoupled_weight_decay: bool
 
 
-_NO_CHOICE = (None, False)
+_CHOICE = (None, False, True)
 
-# Argument -> values without effect here, and the replacement for other values.
+# Argument -> accepted values, which have no effect here, and what stands in its place.
 _TORCH_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "foreach": (_NO_CHOICE, "short parameters of a group are stepped at once, and compile=True makes a step one loop"),
-    "fused": (_NO_CHOICE, "compile=True makes the step one loop"),
+    "foreach": (_CHOICE, "short parameters of a group are stepped at once, and compile=True makes a step one loop"),
+    "fused": (_CHOICE, "compile=True makes the step one loop"),
     "amsgrad": ((False,), "Adam and AdamW have AMSGrad, and this optimizer has not"),
     "capturable": ((False, True), "every step here can be captured in a CUDA graph, with or without it"),
     "differentiable": (
@@ -135,6 +136,24 @@ def require_factory(factory: object) -> None:
         f"factory: got {got}; accepted is a function from hyperparameters to a transform, which is called again when a param group's"
         " hyperparameters change: TorchOptimizer(params, everybit.adamw, lr=1e-3), not TorchOptimizer(params, everybit.adamw(1e-3))."
     )
+
+
+class WithAverage:
+    """A factory that adds a moving average of the weights, with the decay rate ``average``, to what another factory makes.
+
+    Args:
+        factory: The other factory; it has no argument of this name.
+    """
+
+    def __init__(self, factory: Callable[..., eb.Transform[Any]]) -> None:
+        self.factory = factory
+        own = [*_parameters(factory).values(), inspect.Parameter("average", inspect.Parameter.KEYWORD_ONLY)]
+        self.__signature__ = inspect.Signature(sorted(own, key=lambda one: one.kind))
+        self.__name__ = _name(factory)
+
+    def __call__(self, *args: Any, average: Any, **arguments: Any) -> eb.Transform[Any]:
+        """Return the other factory's transform, and the average after it."""
+        return eb.chain(self.factory(*args, **arguments), eb.average_weights(average))
 
 
 def flags_of(factory: Callable[..., Any]) -> frozenset[str]:
@@ -242,7 +261,14 @@ def _is_torchs(kind: str, name: str, value: Any, decoupled: bool | None) -> bool
         raise ValueError(
             f"{kind}: {name}: got {value!r}; accepted {'is' if len(neutral) == 1 else 'are'} {' and '.join(map(repr, neutral))}: {advice}."
         )
+    if value is True and name in ("foreach", "fused") and name not in _NOTICED:
+        _NOTICED.add(name)
+        notices.warn(f"{kind}: {name}=True has no effect: {advice}. This is said once.")
     return True
+
+
+_NOTICED: set[str] = set()
+"""The arguments of which was said that they have no effect."""
 
 
 def as_python(name: str, value: Any) -> Any:

@@ -40,10 +40,12 @@ def test_optax_muon_is_followed(noted: Noted) -> None:
     assert apart <= ROUNDING
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_its_nesterov_momentum_is_another(average: bool) -> None:
+@pytest.mark.parametrize("averaged", [True, False])
+def test_its_nesterov_momentum_is_another(averaged: bool) -> None:
     oracle = theirs_of_optax(optaxs(nesterov=True), SHAPES)
-    tx = eb.muon(schedule, iteration=eb.NewtonSchulz(arithmetic="float64", eps=1e-30), average=average, scale=exchanged)
+    tx = eb.muon(
+        schedule, iteration=eb.NewtonSchulz(arithmetic="float64", eps=1e-30), averaged=averaged, scale=exchanged
+    )
     assert deviation(ours(tx, shapes=SHAPES), oracle) > 1e-4
 
 

@@ -303,7 +303,7 @@ def polar(x: Tensor, coefficients: Any, normalization: str) -> Tensor:
 
 def muon(
     *,
-    average: bool = True,
+    averaged: bool = True,
     nesterov: bool = True,
     coefficients: CoefficientName = "quintic",
     normalization: str = "frobenius",
@@ -314,7 +314,7 @@ def muon(
         mean = torch.zeros_like(p)
         for done, given_gradient in enumerate(grads):
             g = given_gradient + 0.1 * p if decay_kind == "coupled" else given_gradient
-            share = 0.05 if average else 1.0
+            share = 0.05 if averaged else 1.0
             mean = 0.95 * mean + share * g
             ahead = 0.95 * mean + share * g if nesterov else mean
             u = scale(*p.shape) * polar(ahead, eb.NewtonSchulz(coefficients).triples, normalization)
@@ -332,9 +332,9 @@ def muon(
 FORMULAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "torch, Keller Jordan": ({}, {}),
     "momentum alone": ({"nesterov": False}, {}),
-    "Moonlight": ({"average": False, "scale": "match_rms_adamw"}, {"scale": lambda r, c: 0.2 * max(r, c) ** 0.5}),
+    "Moonlight": ({"averaged": False, "scale": "match_rms_adamw"}, {"scale": lambda r, c: 0.2 * max(r, c) ** 0.5}),
     "Dion": (
-        {"average": False, "nesterov": False, "scale": "spectral_unclamped"},
+        {"averaged": False, "nesterov": False, "scale": "spectral_unclamped"},
         {"scale": lambda r, c: (r / c) ** 0.5},
     ),
     "Polar Express": ({"coefficients": "polar_express", "normalization": "polar_express"}, {}),
@@ -357,7 +357,7 @@ def test_options_follow_their_formulas(name: str) -> None:
     of_iteration = {key: options[key] for key in options if key in ("coefficients", "normalization")}
     others = {key: options[key] for key in options if key not in of_iteration}
     tx = eb.muon(schedule, iteration=ITERATION(arithmetic="float64", **of_iteration), **others)
-    same = of_iteration | {key: others[key] for key in others if key in ("average", "nesterov", "decay_kind")}
+    same = of_iteration | {key: others[key] for key in others if key in ("averaged", "nesterov", "decay_kind")}
     expected = formula(muon(**(same | its)), SHAPES)
     assert deviation(ours(tx, shapes=SHAPES), expected) <= ROUNDING
     if name != "torch, Keller Jordan":

@@ -15,6 +15,8 @@ from torch import nn
 import everybit as eb
 import everybit_torch
 from everybit_torch import SGD, Adam, AdamW, AnyPrecisionAdamW, Lion, RMSprop, TorchOptimizer
+from everybit_torch import arguments as arguments_module
+from everybit_torch.drop_ins.creating import CLASSES
 from tests.support.small_models import Awkward, same_bits, train, values
 
 DROP_INS: list[Any] = [AdamW, Adam, SGD, Lion, RMSprop]
@@ -58,8 +60,6 @@ def test_adams_too(kind: Any, decoupled: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("foreach", r"foreach: got True; accepted are None and False: short parameters .* compile=True"),
-        ("fused", r"fused: got True; accepted are None and False: compile=True"),
         ("differentiable", r"differentiable: got True; accepted is False: everybit.with_policy"),
     ],
 )
@@ -72,6 +72,27 @@ def test_where_they_would_choose_they_are_refused_with_what_to_use(name: str, me
             kind([{"params": Awkward().parameters(), name: True}])
     with pytest.raises(ValueError, match=rf"TorchOptimizer: {message}"):
         TorchOptimizer(Awkward().parameters(), eb.adamw, lr=0.1, **{name: True})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["foreach", "fused"])
+def test_an_implementation_that_is_chosen_in_a_pasted_line_is_told_once_to_have_no_effect(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments_module, "_NOTICED", set())
+    model, reference = Awkward(), Awkward()
+    chosen: dict[str, Any] = {name: True, "capturable": True, "differentiable": False}
+    with pytest.warns(UserWarning, match=rf"^AdamW: {name}=True has no effect: .*compile=True.*said once"):
+        optimizer = AdamW(model.parameters(), **chosen)
+    AdamW([{"params": Awkward().parameters(), name: True}], **chosen)  # no second warning, which would be an error
+    assert same_bits(train(model, optimizer, 2), train(reference, AdamW(reference.parameters()), 2))
+
+
+@pytest.mark.parametrize("kind", [*CLASSES.values(), Lion])
+def test_what_every_optimizer_takes_stands_in_its_signature_and_its_arguments(kind: Any) -> None:
+    names = ("policy", "average", "compile", "metrics", "seed")
+    parameters = inspect.signature(kind).parameters
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names)
+    assert all(f"        {name}: " in (kind.__doc__ or "") for name in names)
 
 
 def test_a_factory_of_ones_own_may_have_an_argument_of_that_name() -> None:

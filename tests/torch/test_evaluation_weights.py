@@ -19,6 +19,7 @@ from everybit_torch import (
     evaluation_weights,
     load_sharded_into,
 )
+from tests.support.small_models import give_gradients
 
 POLICIES = {"FP32": torch.float32, "LEAN_BF16": torch.bfloat16, "FLOOR_BF16": torch.bfloat16}
 
@@ -264,3 +265,32 @@ def test_an_average_that_a_hyperparameter_begins_begins_with_the_present_weights
     assert all(bool((p == 62.0).all()) for p in model)
     # The second step has half a share in the mean.
     assert all(bool((average == 63.0).all()) for group in optimizer.eval_params() for average in group)
+
+
+@pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "EXACT_BF16"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "rmsprop"])
+def test_an_average_in_one_argument_is_that_of_all_weights_so_far(name: Any, policy: Any) -> None:
+    """Against float64: the average's own float32 rounds 40 times by 2**-24 of numbers below 4, and so does each exported weight."""
+    rate, steps = 0.9, 40
+    dtype = torch.float32 if policy == "FP32" else torch.bfloat16
+    model, plain = (nn.Linear(6, 5).to(dtype) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizer = create(name, model, policy=policy, average=rate, compile=False)
+    other = create(name, plain, policy=policy, compile=False)
+    expected = [torch.zeros(p.shape, dtype=torch.float64) for p in model.parameters()]
+    for step in range(1, steps + 1):
+        for one, of in ((model, optimizer), (plain, other)):
+            give_gradients(one, step)
+            of.step()
+        ((*weights,),) = optimizer.export_fp32()
+        expected = [
+            a + (1 - rate) / (1 - rate**step) * (w.double() - a) for a, w in zip(expected, weights, strict=True)
+        ]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    ((*averages,),) = optimizer.eval_params()
+    for found, exact in zip(averages, expected, strict=True):
+        assert float((found.double() - exact).abs().max()) <= 2 * steps * 4 * 2**-24
+    with evaluation_weights(optimizer):
+        assert all(torch.equal(p, a.to(dtype)) for p, a in zip(model.parameters(), averages, strict=True))
+    assert optimizer.param_groups[0]["average"] == rate
+    assert copy.deepcopy(optimizer).param_groups[0]["average"] == rate

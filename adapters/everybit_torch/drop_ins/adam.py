@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.policies import PolicyOrName
 from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, AdamOptions, DropIn, Options
 from everybit_torch.optim import Params, TorchNames
+from everybit_torch.segments import Compile
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq", "max_variance": "max_exp_avg_sq"}
 _FULLY_DECOUPLED: Mapping[str, Any] = {"fully_decoupled": False, "max_learning_rate": None}
@@ -32,6 +34,12 @@ class AdamW(DropIn):
         fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself instead, scaled by ``lr / max_learning_rate`` if the
             latter is given.
         max_learning_rate: The schedule's greatest value; only with ``fully_decoupled``.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`. The other arguments of :func:`everybit.adamw` are taken, too.
 
     Raises:
@@ -67,16 +75,39 @@ class AdamW(DropIn):
         maximize: bool = False,
         fully_decoupled: bool = False,
         max_learning_rate: float | None = None,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[AdamOptions],
     ) -> None:
         super().__init__(
             params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
-            fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate, **options,
+            fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate, policy=policy, average=average, compile=compile,
+            metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
 class Adam(DropIn):
-    """Adam with an L2 penalty, as ``torch.optim.Adam``; arguments as :class:`AdamW`'s."""
+    """Adam with an L2 penalty, as ``torch.optim.Adam``; arguments as :class:`AdamW`'s.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate, at least zero.
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added outside the root.
+        weight_decay: L2 penalty.
+        amsgrad: Divide by the greatest running square so far.
+        maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
+        options: See :class:`Options`.
+    """
 
     torch_class = torch.optim.Adam
     torch_names = TorchNames(_MOMENTS, True, {**IMPLEMENTATION, "fused": None, "decoupled_weight_decay": False})
@@ -92,10 +123,16 @@ class Adam(DropIn):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[AdamOptions],
     ) -> None:
         super().__init__(
-            params, eb.adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize, **options,
+            params, eb.adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
+            policy=policy, average=average, compile=compile, metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
@@ -111,6 +148,12 @@ class NAdam(DropIn):
         momentum_decay: How fast momentum rises to the first of ``betas``.
         decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -128,11 +171,17 @@ class NAdam(DropIn):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.nadam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay,
-            decoupled_weight_decay=decoupled_weight_decay, maximize=maximize, **options,
+            decoupled_weight_decay=decoupled_weight_decay, maximize=maximize, policy=policy, average=average, compile=compile,
+            metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
@@ -147,6 +196,12 @@ class RAdam(DropIn):
         weight_decay: L2 penalty.
         decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -163,11 +218,17 @@ class RAdam(DropIn):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.radam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay,
-            maximize=maximize, **options,
+            maximize=maximize, policy=policy, average=average, compile=compile,
+            metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
@@ -181,6 +242,12 @@ class Adamax(DropIn):
         eps: Added to the magnitudes of the gradients.
         weight_decay: L2 penalty.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -196,8 +263,14 @@ class Adamax(DropIn):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.adamax, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, **options,
+            params, eb.adamax, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
+            policy=policy, average=average, compile=compile, metrics=metrics, seed=seed, **options,
         )  # fmt: skip

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.policies import PolicyOrName
 from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, DropIn, Options
 from everybit_torch.optim import Params, TorchNames
+from everybit_torch.segments import Compile
 
 
 class Adagrad(DropIn):
@@ -23,6 +25,12 @@ class Adagrad(DropIn):
         initial_accumulator_value: The initial sum of squares, at least zero.
         eps: Added outside the root.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -45,11 +53,17 @@ class Adagrad(DropIn):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.adagrad, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, initial_accumulator_value=initial_accumulator_value,
-            eps=eps, maximize=maximize, **options,
+            eps=eps, maximize=maximize, policy=policy, average=average, compile=compile,
+            metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
@@ -63,6 +77,12 @@ class Adadelta(DropIn):
         eps: Added inside the roots.
         weight_decay: L2 penalty.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -78,10 +98,16 @@ class Adadelta(DropIn):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.adadelta, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize, **options,
+            params, eb.adadelta, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize,
+            policy=policy, average=average, compile=compile, metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
@@ -97,6 +123,12 @@ class Adafactor(DropIn):
         d: The root mean square above which an update is scaled down, at least 1.
         weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -115,9 +147,14 @@ class Adafactor(DropIn):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.torch_adafactor, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, maximize=maximize,
-            **options,
+            policy=policy, average=average, compile=compile, metrics=metrics, seed=seed, **options,
         )  # fmt: skip

@@ -73,6 +73,7 @@ def create(
     metrics: bool = False,
     seed: int = 0,
     unsafe: Unsafe = "refuse",
+    average: float | Tensor | None = None,
     **options: Option,
 ) -> TorchOptimizer:
     """Return the torch optimizer of this name: of its own class where it has one (``"adamw"`` is :class:`AdamW`).
@@ -93,6 +94,7 @@ def create(
         metrics: See there.
         seed: See there.
         unsafe: See there.
+        average: See there.
         options: Other hyperparameters, by torch's names: ``betas``, ``eps``, ``weight_decay``. Others have the default of the
             function of this name in ``everybit``.
 
@@ -122,7 +124,7 @@ def create(
     given |= options
     settings: dict[str, Any] = {
         "policy": policy, "compile": compile, "metrics": metrics, "seed": seed,
-        "unsafe": unsafe,
+        "unsafe": unsafe, "average": average,
     }  # fmt: skip
     kind: Any = CLASSES.get(found.name)
     made: TorchOptimizer = (

@@ -20,24 +20,15 @@ IMPLEMENTATION: Mapping[str, Any] = {"foreach": None, "capturable": False, "diff
 
 
 class Options(ImplementationArguments, total=False):
-    """What every optimizer takes beside ``torch.optim``'s hyperparameters.
+    """What every optimizer takes beside its own arguments.
 
-    Arguments by which torch chooses among its implementations are taken at the values that leave the choice open; ``capturable`` at either,
-    since every step can be captured.
+    Arguments by which torch chooses among its implementations (``foreach``, ``fused``, ``capturable``) have no effect, which is said once.
+    ``differentiable`` is taken at False.
 
     Attributes:
-        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`; None, the default: as the
-            model is, for float32 and float64 models only.
-        compile: Whether to compile the step; ``"auto"`` by default.
-        metrics: Whether to measure each step.
-        seed: The seed of stochastic rounding.
         unsafe: The handling of a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
     """
 
-    policy: PolicyOrName | None
-    compile: Compile
-    metrics: bool
-    seed: int
     unsafe: Unsafe
 
 

@@ -11,8 +11,10 @@ from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit.base import Hyperparameter
+from everybit.policies import PolicyOrName
 from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, DropIn, Options
 from everybit_torch.optim import UNUSED, Params, Stepped, TorchNames, TorchOptimizer
+from everybit_torch.segments import Compile
 
 
 class _WithOptionalMomentum(DropIn):
@@ -47,6 +49,12 @@ class SGD(_WithOptionalMomentum):
         weight_decay: L2 penalty.
         nesterov: Look ahead; needs momentum, and zero dampening.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -65,11 +73,17 @@ class SGD(_WithOptionalMomentum):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.sgd, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-            maximize=maximize, **options,
+            maximize=maximize, policy=policy, average=average, compile=compile,
+            metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
@@ -85,6 +99,12 @@ class RMSprop(_WithOptionalMomentum):
         momentum: Decay of the momentum; 0: no momentum.
         centered: Divide by the root of the variance instead of the square.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -104,11 +124,17 @@ class RMSprop(_WithOptionalMomentum):
         centered: bool = False,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.rmsprop, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
-            maximize=maximize, **options,
+            maximize=maximize, policy=policy, average=average, compile=compile,
+            metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
@@ -128,6 +154,12 @@ class ASGD(DropIn):
         t0: The number of steps before averaging begins.
         weight_decay: L2 penalty.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -144,10 +176,16 @@ class ASGD(DropIn):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.asgd, lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay, maximize=maximize, **options,
+            params, eb.asgd, lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay, maximize=maximize,
+            policy=policy, average=average, compile=compile, metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
@@ -160,6 +198,12 @@ class Rprop(DropIn):
         etas: Factors of a step's size where the gradient's sign changes, and where it stays.
         step_sizes: The least and the greatest size of a step.
         maximize: Ascend instead.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -174,9 +218,17 @@ class Rprop(DropIn):
         step_sizes: tuple[float, float] = (1e-6, 50.0),
         *,
         maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, eb.rprop, lr=lr, etas=etas, step_sizes=step_sizes, maximize=maximize, **options)
+        super().__init__(
+            params, eb.rprop, lr=lr, etas=etas, step_sizes=step_sizes, maximize=maximize, policy=policy, average=average, compile=compile,
+            metrics=metrics, seed=seed, **options,
+        )  # fmt: skip
 
 
 def lion(
@@ -216,6 +268,12 @@ class Lion(TorchOptimizer):
         maximize: Ascend instead.
         fully_decoupled: See :class:`AdamW`.
         max_learning_rate: See there.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -229,11 +287,17 @@ class Lion(TorchOptimizer):
         maximize: bool = False,
         fully_decoupled: bool = False,
         max_learning_rate: float | None = None,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize, fully_decoupled=fully_decoupled,
-            max_learning_rate=max_learning_rate, **options,
+            max_learning_rate=max_learning_rate, policy=policy, average=average, compile=compile,
+            metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 
@@ -252,6 +316,12 @@ class Muon(DropIn):
         eps: The least norm that a matrix is divided by, above zero.
         ns_steps: Steps of the iteration, from 1 to 99.
         adjust_lr_fn: Factor of the update, from rows and columns: ``"original"``, the default, or ``"match_rms_adamw"``.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
+            float32 and float64 models alone.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
+        compile: Compile the step; ``"auto"``: for large models.
+        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
+        seed: The seed of stochastic rounding.
         options: See :class:`Options`.
     """
 
@@ -269,11 +339,18 @@ class Muon(DropIn):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        policy: PolicyOrName | None = None,
+        average: float | Tensor | None = None,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.torch_muon, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
-            ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, **options,
+            ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn,
+            policy=policy, average=average, compile=compile, metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from everybit.base import dtype_name
+from everybit.combinators import needs_whole_tensors
 from everybit.policies import LOW, resolve
 from everybit_torch.collectives import Communicator, Grads, Mesh, communicators
 from everybit_torch.fsdp2.units import Unit, homes_of, is_sharded, require_shardable, shard, sharded_modules, units_of
@@ -147,11 +148,29 @@ def _look_at(
     options.require_usable(model, by_name)
     labelled = label_parameters(model, by_name, transform, options.policy, options.labels)
     options.require_safe(labelled, by_name)
+    _require_uncut_blocks(labelled, options)
     dtypes = {name: p.dtype for name, p in by_name.items() if p.requires_grad}
     grads = _grads(dtypes, homes, labelled.of, labelled.meaning, (inner.size, outer.size))
     mixed = any(p.dtype in LOW for p in by_name.values())
     divisor = options.divisor_of(inner.size * outer.size)
     return _Model(left_alone, modules, homes, by_name, labelled, grads, divisor, mixed)
+
+
+def _require_uncut_blocks(labelled: Labelled, options: StepperOptions) -> None:
+    """Refuse formats with blocks where outer ranks cut each rank's rows once more: blocks are brought together along one dimension.
+
+    Raises:
+        ValueError: The message names a parameter and its policy.
+    """
+    if options.sharding.outer != "optim":
+        return
+    for name, label in labelled.of.items():
+        one = labelled.meaning[label]
+        if one.policy.block > 1 and not needs_whole_tensors(one.transform):
+            raise ValueError(
+                f"outer: got 'optim', and {name} is stored with a number for each block of {one.policy.block} elements, which both"
+                " dimensions of the mesh would cut. Accepted are outer='no_shard', or a policy without blocks, such as LEAN_BF16."
+            )
 
 
 def _mesh_of(model: nn.Module, mesh: Mesh, device: torch.device) -> DeviceMesh:

@@ -15,7 +15,7 @@ from everybit.policies import LOW, PolicyOrName
 from everybit.stepping import Metrics, Unsafe
 from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.arguments import require_factory, settled
+from everybit_torch.arguments import WithAverage, argument_names, require_factory, settled
 from everybit_torch.compiled import Factory
 from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
@@ -53,6 +53,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         metrics: Measure every step; see :meth:`metrics`. ``metrics_enabled`` may be switched between steps.
         seed: The seed of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
+        average: The decay rate of a moving average of the weights (EMA), such as 0.999; None: no average. It is state, in the format that
+            the policy has for it (``Policy.state``), and ``evaluation_weights(optimizer)`` gives it to the model. A factory with an
+            argument of this name is given the value instead.
         hyperparameters: Defaults for the param groups.
 
     Raises:
@@ -84,6 +87,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         metrics: bool = False,
         seed: int = 0,
         unsafe: Unsafe = "refuse",
+        average: float | Tensor | None = None,
         **hyperparameters: Any,
     ) -> None:
         require_compile(compile)
@@ -96,6 +100,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                 )
         if not isinstance(factory, GroupMaker):
             require_factory(factory)
+            if average is not None:
+                hyperparameters["average"] = average
+                factory = factory if "average" in argument_names(factory) else WithAverage(factory)
             hyperparameters = settled(kind, factory, hyperparameters, self._decoupled)
         self._compile: Compile = compile
         self.metrics_enabled, self.had_gradients = metrics, False
@@ -137,6 +144,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         policies = self._maker.policies(policy, dict.fromkeys(tensor.dtype for tensor in tensors), number, mixed=mixed)
         group = self._maker.make(number, policies, self.factory_arguments({**self.defaults, **param_group}))
         require_names(group.optimizers.values(), param_groups.named_tree(given))
+        param_groups.require_storable(number, param_groups.named_tree(given), group.optimizers)
         main_dtypes = param_groups.main_gradients(number, param_groups.named_tree(given), policies)
         super().add_param_group(param_group)
         self._maker.mixed = mixed

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+import everybit as eb
 from everybit.base import dtype_name, torch_dtype
-from everybit.policies import AnyPolicy, describe, for_dtype, native
-from everybit_torch.label_resolution import Tree, resolve_parameters, tree_of
+from everybit.policies import AnyPolicy, describe, for_dtype, native, policies_of
+from everybit_torch.label_resolution import Tree, applied, decide, resolve_parameters, tree_of
 from everybit_torch.optim.state_dicts.saved_structure import shown
 from everybit_torch.torch_internals.dtensors import is_dtensor
 
@@ -227,6 +229,27 @@ def main_gradients(
             )
         found.append((tensor, main))
     return found
+
+
+def require_storable(number: int, tree: Tree, optimizers: Mapping[torch.dtype, eb.Optimizer[Any]]) -> None:
+    """Refuse factored state under a format that packs several elements into one number, before the first step.
+
+    Raises:
+        ValueError: The message names the parameter and the format.
+    """
+    for dtype, optimizer in optimizers.items():
+        if not any(policy.packs for policy in policies_of(optimizer.policy)):
+            continue
+        own = {key: p for key, p in tree.items() if p.dtype is dtype and not is_lazy(p)}
+        seen = set()
+        for (key, p), decision in zip(own.items(), decide(optimizer, tree, list(own.values())), strict=True):
+            if (p.shape, decision) in seen or not p.numel():
+                continue
+            seen.add((p.shape, decision))
+            try:
+                applied(optimizer, decision).init([torch.empty(p.shape, dtype=dtype, device="meta")])
+            except ValueError as error:
+                raise ValueError(f"param group {number}, parameter {key!r}: {error}") from None
 
 
 def named_tree(given: list[Any]) -> Tree:

@@ -114,6 +114,9 @@ def label_parameters(
             meaning[label] = LabelledTransform(source[name], chosen(transforms[source[name]], decisions[name]), own)
         if parameter.numel():
             matrices_of(meaning[label].transform, name, parameter.shape)  # which refuses shapes that do not fit
+    if not trained:  # a param group without parameters, which schedulers may change
+        label, one = next(iter(transforms.items()))
+        meaning[label] = LabelledTransform(label, eb.identity() if choices(one) else one, Policy())
     return Labelled(of, meaning)
 
 

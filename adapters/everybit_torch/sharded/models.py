@@ -32,18 +32,13 @@ def require_model(model: object) -> None:
 
 
 def require_some(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse a model without trained parameters.
+    """Refuse a model without parameters. Those of one that is frozen as a whole, such as a stage of a pipeline, are never stepped.
 
     Raises:
-        ValueError: It has no parameters, or all of them are frozen.
+        ValueError: It has no parameters.
     """
-    given = list(parameters)
-    if not given:
+    if not any(True for _ in parameters):
         raise ValueError("model: has no parameters (that are not ignored); accepted is a module with at least one.")
-    if not any(parameter.requires_grad for parameter in given):
-        raise ValueError(
-            "model: all of its parameters are frozen; accepted is a module with at least one that requires a gradient."
-        )
 
 
 Units = Sequence[type[nn.Module] | nn.Module]

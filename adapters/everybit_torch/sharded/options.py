@@ -149,6 +149,8 @@ class StepperOptions(PlainOptions):
         examples = {label: parameters[name] for name, label in reversed([*labelled.of.items()])}
         for label, one in labelled.meaning.items():
             optimizer = with_policy(one.transform, one.policy, seed=self.seed, unsafe=unsafe)
+            if label not in examples:
+                continue  # of a model that is frozen as a whole
             shape = tuple(examples[label].shape) if needs_whole_tensors(one.transform) else (0,)
             # On the host if no memory is allocated anyway: the first tensor on the meta device loads sympy.
             device = "meta" if math.prod(shape) else "cpu"

@@ -42,7 +42,7 @@ def muon(
     *,
     momentum: Hyperparameter = 0.95,
     nesterov: bool = True,
-    average: bool = True,
+    averaged: bool = True,
     before: Sides | None = None,
     iteration: NewtonSchulz = NEWTON_SCHULZ,
     after: Sides | Callable[[MatrixView | None], Transform[Any]] | None = None,
@@ -64,7 +64,7 @@ def muon(
         learning_rate: At least zero; of ``others``, too. With ``scale="match_rms_adamw"`` AdamW's learning rate serves both.
         momentum: Decay rate, in [0, 1).
         nesterov: Look a step ahead.
-        average: Momentum is a running mean, as torch's and Keller Jordan's. False: a decaying sum, as Moonlight's and Dion's.
+        averaged: Momentum is a running mean, as torch's and Keller Jordan's. False: a decaying sum, as Moonlight's and Dion's.
         before: The vectors of equal length before the iteration, such as ``"rows"`` for MuonEq; see
             :class:`~everybit.transforms.orthogonalize.Equalize`.
         iteration: How the nearest orthogonal matrix is approached.
@@ -98,7 +98,7 @@ def muon(
         return [*given, orthogonalize(seen, iteration, 1.0), then, scale_by_shape(seen, scale)]
 
     def of(seen: MatrixView | None) -> Chain:
-        first = running_mean(momentum, nesterov=nesterov) if average else trace(momentum, nesterov=nesterov)
+        first = running_mean(momentum, nesterov=nesterov) if averaged else trace(momentum, nesterov=nesterov)
         return _decayed([first, *direction(seen)], learning_rate, weight_decay, decay_kind, max_learning_rate)
 
     return routed(of, learning_rate, matrices, others, others_rate)

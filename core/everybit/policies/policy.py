@@ -157,6 +157,11 @@ class Policy:
         formats = [self.params.for_params(self.model_dtype), *slots]
         return frozenset(part.block for format in formats for part in format.parts())
 
+    @property
+    def packs(self) -> bool:
+        """Whether some state format stores several elements in one number, such as two of 4 bits in a byte."""
+        return any(format.for_slot("signed", self.compute).parts()[0].block > 1 for _, format in self._state_formats())
+
     def field_of(self, slot: str) -> str:
         """The field that decides the format of a slot, for messages: ``Policy.variance``."""
         if slot in self.slots:

@@ -242,7 +242,7 @@ _BUILDS: dict[str, Build] = {
     "sm3 averaged": lambda lr: sm3(lr, b1=None, b2=0.9, eps=1e-8, keep_greatest=True),
     "muon": lambda lr: muon(
         lr,
-        average=False,
+        averaged=False,
         nesterov=False,
         iteration=NewtonSchulz(coefficients="polar_express", arithmetic="float64", normalization="polar_express"),
         scale="match_rms_adamw",

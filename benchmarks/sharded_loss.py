@@ -31,7 +31,7 @@ from pages import insert, origin, table
 
 WIRES = {
     "float32": eb.Grads(main="float32"),
-    "bfloat16, summed exactly": eb.Grads(main="float32", comm="bfloat16", reduce="fp32"),
+    "bfloat16, summed exactly": eb.Grads(main="float32", comm="bfloat16", reduce="float32"),
     "bfloat16, summed on the way": eb.Grads(main="float32", comm="bfloat16"),
 }
 

@@ -86,8 +86,8 @@ MAIN: Mapping[str, tuple[Callable[..., eb.Transform[Any]], Mapping[str, Any]]] =
 """Optimizers that are compiled under every policy, with their hyperparameters."""
 
 
-_MIXED = MixedPrecision(grad_comm="bfloat16", reduce="fp32")
-_WIDE = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
+_MIXED = MixedPrecision(grad_comm="bfloat16", reduce="float32")
+_WIDE = eb.Grads(main="float32", comm="bfloat16", reduce="float32")
 
 SHARDED: Sequence[tuple[str, str, eb.Policy | MixedPrecision, torch.dtype]] = (
     ("adamw", "LEAN_BF16", replace(eb.policies.LEAN_BF16, grads=_WIDE), torch.bfloat16),

@@ -16,7 +16,7 @@ from gpu_codegen.report import write_into
 from matrix.environments import environment
 from matrix.results import BEGIN, Result, describe, load, merged, save, tables
 from matrix.rows import AREAS, CONSTRAINTS, PYTHONS, ROOT, Row, UnavailableError
-from matrix.running import commit, run
+from matrix.running import commit, live_objects, run
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ def _results(options: Options) -> Iterator[Result]:
                 sep="\n  ",
                 flush=True,
             )
+            if area == "fsdp2":
+                live_objects(made)
             yield Result(
                 row.name,
                 made.versions["python"],

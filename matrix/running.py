@@ -56,6 +56,13 @@ def run(environment: Environment, area: str, arguments: str, minutes: float) -> 
     return read(report, code)
 
 
+def live_objects(environment: Environment) -> None:
+    """Count the objects that steps over FSDP2's parameters leave behind, of everybit and of torch's own optimizers."""
+    paths = os.pathsep.join([str(ROOT / "core"), str(ROOT / "adapters")])
+    command = [str(environment.python), "-W", "ignore", "benchmarks/live_objects.py"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, timeout=600, check=False)
+
+
 def read(report: Path, code: int) -> Outcome:
     """What a report in JUnit's format says; pytest's exit code says whether there is one to trust."""
     if not report.exists():

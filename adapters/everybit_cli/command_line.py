@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, get_type_hints
 
+from everybit.base import spelled
 from everybit_cli.errors import BAD_OPTION, FAILED, INTERRUPTED, OptionError, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_version()
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        sys.stderr.write(f"everybit: the command line needs {', '.join(missing)}: pip install 'everybit[cli]'\n")
+        sys.stderr.write(f"everybit: the command line needs {', '.join(missing)}: pip install {' '.join(missing)}\n")
         return BAD_OPTION
     name = "everybit"
     try:
@@ -93,12 +94,24 @@ def parse(arguments: Sequence[str]) -> Output:
         raise OptionError("command", f"{name}{_meant(name, [*COMMANDS, '--help', '--version'])}", ", ".join(COMMANDS))
     kind = _options(name)
     _require_options(name, kind, rest)
+    rest = [_with_dtype(one, before) for one, before in zip(rest, ["", *rest], strict=False)]
     _join_help(kind)
     if {"-h", "--help"} & set(rest):
         sys.stdout.write(_wrapped(inspect.getdoc(kind) or "") + "\n\n")
     # The description is printed above: tyro does not break its lines.
     options: Output = tyro.cli(kind, prog=f"everybit {name}", description="", args=rest)
     return options
+
+
+_OF_DTYPES = ("--dtype", "--main-params", "--main-grads", "--grad-comm", "--reduce")
+
+
+def _with_dtype(argument: str, before: str) -> str:
+    """An argument with the one name of a dtype, where it or the option before it is one of dtypes: ``bf16`` is ``bfloat16``."""
+    option, equals, value = argument.partition("=")
+    if equals and option.replace("_", "-") in _OF_DTYPES:
+        return f"{option}={spelled(value)}"
+    return str(spelled(argument)) if before.replace("_", "-") in _OF_DTYPES else argument
 
 
 def _main(name: str) -> Callable[[Output, Console, str], Results]:

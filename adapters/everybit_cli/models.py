@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import sys
@@ -41,8 +42,16 @@ def build(name: str, dtype: torch.dtype | None) -> tuple[nn.Module, list[type[nn
     if ":" in name:
         built = _imported(name)
         return (built if dtype is None else built.to(dtype)), []
+    if "/" in name or path.suffix:
+        raise OptionError(
+            "--model", f"{name}, and there is no such file or folder", "a folder or config.json of a Hugging Face model"
+        )
     known = ", ".join([*SHAPES, *SIZES])
-    raise OptionError("--model", name, f"{known}, a folder or config.json of a Hugging Face model, or module:function")
+    close = difflib.get_close_matches(name.lower(), [*SHAPES, *SIZES], n=1, cutoff=0.5)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    raise OptionError(
+        "--model", f"{name}{meant}", f"{known}, a folder or config.json of a Hugging Face model, or module:function"
+    )
 
 
 def _hugging_face(path: Path) -> nn.Module:

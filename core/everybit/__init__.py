@@ -8,6 +8,8 @@ stored.
 >>> opt = eb.with_policy(tx, eb.policies.LEAN_BF16)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from everybit import policies
 from everybit.base import (
     Hyperparameter,
@@ -277,6 +279,27 @@ __all__ = [
     "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
     "yogi", "zero_nans",
 ]  # fmt: skip
+
+
+_TORCH_NAMES = frozenset({
+    "AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adafactor", "Muon", "Lion", "AnyPrecisionAdamW", "TorchOptimizer", "FlatStepper",
+    "create",
+    "evaluation_weights", "save_sharded", "load_sharded", "plan", "Audit", "Gate",
+})  # fmt: skip
+
+
+if not TYPE_CHECKING:  # a type checker would take it for a module with any attribute
+
+    def __getattr__(name: str) -> Any:
+        """Say where a class is that users look for here.
+
+        Raises:
+            ImportError: For a class of ``everybit_torch``: ``from everybit import AdamW`` shows the message of no AttributeError.
+            AttributeError: For other names.
+        """
+        if name in _TORCH_NAMES:
+            raise ImportError(f"everybit has no {name}; it is in everybit_torch: from everybit_torch import {name}")
+        raise AttributeError(f"module 'everybit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

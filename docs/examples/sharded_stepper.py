@@ -28,7 +28,7 @@ def train(steps: int, accumulate: int, out: str | None) -> list[float]:
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     model, data, losses = LanguageModel().to(torch.bfloat16), text(), []
-    grads = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
+    grads = eb.Grads(main="float32", comm="bfloat16", reduce="float32")
     transform = eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(3e-3, weight_decay=0.1))
     stepper = FlatStepper(
         model, transform, policy=replace(eb.policies.LEAN_BF16, grads=grads),

@@ -142,7 +142,7 @@ def test_a_place_without_a_checkpoint_is_named(tmp_path: Path) -> None:
 def kept(path: Path) -> list[list[str]]:
     _, stepper, _ = make("optim", "FP32")
     seen = []
-    for keep in (1, 1, 1, 0):
+    for keep in (None, 1, 1, None, 0):
         save_sharded(stepper, path, keep=keep)
         dist.barrier()
         seen.append(sorted(one.name for one in path.iterdir() if one.is_dir()))
@@ -150,9 +150,15 @@ def kept(path: Path) -> list[list[str]]:
     return seen
 
 
-def test_old_checkpoints_go(tmp_path: Path) -> None:
+def test_old_checkpoints_stay_unless_it_is_said_how_many(tmp_path: Path) -> None:
     for seen in run(2, kept, tmp_path):
-        assert seen == [["000001"], ["000001", "000002"], ["000002", "000003"], ["000004"]]
+        assert seen == [
+            ["000001"],
+            ["000001", "000002"],
+            ["000002", "000003"],
+            ["000002", "000003", "000004"],
+            ["000005"],
+        ]
 
 
 # -- ranks that die -----------------------------------------------------------------------------------------------------------------

@@ -140,8 +140,8 @@ def test_the_line_of_the_budget_stands_in_the_legend(tmp_path: Path, monkeypatch
     ("arguments", "message"),
     [
         (["--memory", "much"], "--memory: got much; accepted: a number with a unit, such as 80GB"),
-        (["--memory", "80"], "--memory: got 80; accepted: a number with a unit, 80GB; without one it is a number of bytes"),
-        (["--reserve", "0.5"], "--reserve: got 0.5; accepted: a number with a unit, 0.5GB; without one"),
+        (["--memory", "80"], "--memory: got 80 (did you mean 80GB?); accepted: a number with a unit; without one it is a number of bytes"),
+        (["--reserve", "0.5"], "--reserve: got 0.5 (did you mean 0.5GB?); accepted: a number with a unit; without one"),
         (["--memory", "1GB", "--reserve", "2GB"], "--reserve: got 2GB; accepted: less than --memory, which is 1GB"),
         (["--policies", "LEAN"], "--policies: got LEAN (did you mean LEAN_BF16?)"),
         (["--model", f"{__name__}:mixed_dtypes", "--dtype", "model"], "--policies: got nothing, for parameters in bfloat16, float32"),

@@ -46,7 +46,7 @@ def test_a_plan_is_shown_written_and_drawn(tmp_path: Path, capsys: pytest.Captur
     ]
     assert cli.main([*arguments, "--grad-comm", "bf16", "--reduce", "fp32", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "mini: 459,392 parameters (bf16), adamw, 4 ranks" in shown
+    assert "mini: 459,392 parameters (bfloat16), adamw, 4 ranks" in shown
     held = json.loads((tmp_path / "plan.json").read_text())
     found = {(one["policy"], one["strategy"]): one for one in held["plans"]}
     assert len(found) == 8
@@ -253,7 +253,7 @@ def test_hyperparameters_that_change_what_is_kept_are_part_of_the_name(capsys: p
     for optimizer in ("sgd", "sgd,momentum=0.9", "adamw,amsgrad=true"):
         held, shown = planned(capsys, *arguments, optimizer)
         kept[optimizer] = set(held["plans"][0]["persistent"]) & eb.tree.registered_slots()
-        assert f"(fp32), {optimizer}, 8 ranks" in shown
+        assert f"(float32), {optimizer}, 8 ranks" in shown
     assert kept == {
         "sgd": set(),
         "sgd,momentum=0.9": {"momentum"},
@@ -288,3 +288,45 @@ def test_optimizers_that_cannot_be_planned_are_named(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "llama-3-8"], "--model: got llama-3-8 (did you mean llama-3-8b?); accepted: "),
+        (
+            ["--model", "models/config.json"],
+            "--model: got models/config.json, and there is no such file or folder; accepted: ",
+        ),
+        (["--memory", "80"], "--memory: got 80 (did you mean 80GB?); accepted: a number with a unit"),
+    ],
+)
+def test_the_most_likely_mistakes_are_told_what_was_meant(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_one_rank_has_nothing_to_shard_units_can_be_pasted_and_dtypes_go_by_short_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [
+        "plan",
+        "--model",
+        "tiny",
+        "--ranks",
+        "1",
+        "--policies",
+        "LEAN_BF16",
+        "--dtype",
+        "bf16",
+        "--main-grads=fp32",
+    ]
+    assert cli.main(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("Planning tiny: up to half a minute")
+    assert "(bfloat16)" in printed
+    assert "units=[Block]" in printed
+    assert "no_shard" in printed
+    assert "optim_grads" not in printed.replace("(optim_grads_params: transient", "")

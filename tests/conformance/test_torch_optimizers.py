@@ -1,7 +1,7 @@
 """What torch's own suites check of its optimizers (test_optim.py, test_swa_utils.py), checked here of ours, over torch's table of inputs.
 
 Written anew: the suites are not in torch's wheel, and where they compare implementations of torch's with one another, these compare
-with torch. What is refused on purpose is at the end, and listed in docs/ecosystem.md.
+with torch. What is refused on purpose is at the end, and listed in docs/programs.md.
 """
 
 from __future__ import annotations

@@ -65,3 +65,27 @@ def test_what_is_no_tree_of_parameters_is_told_how_to_be_one() -> None:
             ):
                 use(given)
     assert len(eb.tree.leaves(optimizer.init(dict(model.named_parameters())))) > 0
+
+
+@pytest.mark.parametrize("spelling", [torch.bfloat16, "bf16", "torch.bfloat16", "BFloat16"])
+def test_a_dtype_has_one_name_and_others_are_accepted_for_it(spelling: Any) -> None:
+    short = {"bf16": "fp32", torch.bfloat16: torch.float32}.get(spelling, "torch.float32")
+    given: Any = short
+    policy = eb.Policy(
+        compute=given,
+        params=eb.Kahan(residual=spelling),
+        momentum=eb.Nearest(spelling),
+        variance=eb.Stochastic(spelling),
+        slots={"average": eb.Blockwise(scale=spelling)},
+        grads=eb.Grads(main=given, comm=spelling, reduce=given),
+    )
+    assert policy == eb.Policy(
+        compute="float32",
+        params=eb.Kahan(residual="bfloat16"),
+        momentum=eb.Nearest("bfloat16"),
+        variance=eb.Stochastic("bfloat16"),
+        slots={"average": eb.Blockwise(scale="bfloat16")},
+        grads=eb.Grads(main="float32", comm="bfloat16", reduce="float32"),
+    )
+    assert eb.Master(given, value=spelling) == eb.Master("float32", value="bfloat16")
+    assert eb.Split(8, value=spelling) == eb.Split(8, value="bfloat16")

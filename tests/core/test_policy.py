@@ -98,7 +98,7 @@ def test_fields_of_the_wrong_kind_are_refused_by_name(make: Callable[[], Any], m
             r"Policy.params: got Kahan.* with compute='float64'",
         ),
         (lambda: loose.Grads(main="int8"), r"Grads.main: got 'int8'; accepted are 'float64'"),
-        (lambda: loose.Grads(reduce="sum"), r"Grads.reduce: got 'sum'; accepted are 'native', 'fp32'"),
+        (lambda: loose.Grads(reduce="sum"), r"Grads.reduce: got 'sum'; accepted are 'native', 'float32'"),
         (lambda: loose.Nearest("int8"), r"Nearest.dtype: got 'int8'"),
         (lambda: loose.Stochastic("float32"), r"Stochastic.dtype: got 'float32'; accepted are 'bfloat16', 'float16'"),
         (lambda: loose.with_policy(eb.adamw(1e-3), eb.policies.FP32, unsafe="maybe"), r"unsafe: got 'maybe'"),

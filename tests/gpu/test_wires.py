@@ -80,7 +80,7 @@ def test_a_stepper_in_a_group_of_one_is_one_alone(policy: str, strategy: Any, gr
     for mesh in (None, dist.new_group([0])):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).bfloat16().to(group)
-        grads = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
+        grads = eb.Grads(main="float32", comm="bfloat16", reduce="float32")
         stored = eb.Policy(
             params=eb.policies.PRESETS[policy].params, momentum=eb.Nearest("float32"), variance=eb.Nearest("float32"), grads=grads
         )  # fmt: skip

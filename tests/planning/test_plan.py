@@ -30,7 +30,7 @@ from tests.support.programs import FLAT, Block, on_a_mesh, on_buffers
 from tests.support.ranks import run
 from tests.support.transforms import lamb
 
-BF16_WIRE = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
+BF16_WIRE = eb.Grads(main="float32", comm="bfloat16", reduce="float32")
 KAHAN = eb.policies.KAHAN_BF16
 
 

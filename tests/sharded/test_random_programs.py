@@ -36,7 +36,7 @@ def test_a_random_program_has_the_bits_of_one_process(ranks: int, group: int) ->
 
 def test_a_program_that_once_failed() -> None:
     """A mask outside of which a block has gaps: its request has no elements there."""
-    grads = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
+    grads = eb.Grads(main="float32", comm="bfloat16", reduce="float32")
     masked = replace(
         drawn(1108, 1), mesh=(1,), strategy="optim_grads", policy="LEAN_8BIT", grads=grads, transform="masked", nested=False
     )  # fmt: skip

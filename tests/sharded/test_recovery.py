@@ -248,7 +248,7 @@ def failing_apart(strategy: Strategy, grads: eb.Grads) -> list[str]:
     return wrong
 
 
-EXACT = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
+EXACT = eb.Grads(main="float32", comm="bfloat16", reduce="float32")
 """Whose sums are gathered after they were made: two collectives for each buffer."""
 
 

@@ -25,9 +25,9 @@ from tests.support.ranks import run
 WIRES = [
     eb.Grads(main="float32"),
     eb.Grads(main="float32", comm="bfloat16"),
-    eb.Grads(main="float32", comm="bfloat16", reduce="fp32"),
+    eb.Grads(main="float32", comm="bfloat16", reduce="float32"),
     eb.Grads(main="float32", comm="float16"),
-    eb.Grads(main="float32", comm="float16", reduce="fp32"),
+    eb.Grads(main="float32", comm="float16", reduce="float32"),
 ]
 PATTERNS = ["microbatch", "no_sync", "neither"]
 
@@ -160,7 +160,7 @@ def test_exact_means_exact_on_a_mesh_of_two_dimensions(comm: str) -> None:
         ((half_ulp(a) + half_ulp(b)) / 4 + half_ulp(mean)) * (1 + Fraction(1, 2**20))
         for a, b, mean in zip(*inner, true, strict=True)
     ]
-    for found in run(4, on_a_mesh, mean_gradients, 2, 2, comm, "fp32"):
+    for found in run(4, on_a_mesh, mean_gradients, 2, 2, comm, "float32"):
         assert len(found) == 6
         for _, gradients in found:
             got = [Fraction(x) for x in torch.cat(gradients).tolist()]
@@ -170,7 +170,7 @@ def test_exact_means_exact_on_a_mesh_of_two_dimensions(comm: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_copies_alone_send_what_ranks_in_one_dimension_send(strategy: Any) -> None:
     """With one inner rank there are no sums yet that would need more than the wire's 16 bits."""
-    policy = eb.Policy(params=eb.Nearest("float32"), grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"))
+    policy = eb.Policy(params=eb.Nearest("float32"), grads=eb.Grads(main="float32", comm="bfloat16", reduce="float32"))
     with torch.device("meta"):
         model = nn.Linear(64, 64)
     line, mesh = (

@@ -233,7 +233,7 @@ def changing(strategy: Strategy) -> tuple[list[str], str]:
             seen.append(str(on_buffers(stepper).buffers[0].grads.inner.dtype))
             stepper.step()
     seen.append(str(on_buffers(stepper).buffers[0].grads.inner.dtype))
-    stepper.set_grad_comm("float16", reduce="fp32")
+    stepper.set_grad_comm("float16", reduce="float32")
     seen.append(
         f"{on_buffers(stepper).buffers[0].grads.inner.dtype} {on_buffers(stepper).buffers[0].grads.inner.exact}"
     )
@@ -307,9 +307,9 @@ def test_the_defaults_are_the_seeds() -> None:
     assert MixedPrecision() == MixedPrecision(main_params="float32", main_grads="float32", grad_comm=None)
     with pytest.raises(
         ValueError,
-        match=r"MixedPrecision\.grad_comm: got 'fp16'; accepted are 'float64'",
+        match=r"MixedPrecision\.grad_comm: got 'int8'; accepted are 'float64'",
     ):
-        MixedPrecision(grad_comm="fp16")  # type: ignore[arg-type]
+        MixedPrecision(grad_comm="int8")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

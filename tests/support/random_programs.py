@@ -128,7 +128,9 @@ def drawn(seed: int, ranks: int) -> Program:
         strategy=strategy,
         outer=draw.choice(["no_shard", "optim"]) if sharded and len(mesh) == 2 else "no_shard",
         policy=draw.choice(policies),
-        grads=draw.choice([None, eb.Grads(main="float32"), eb.Grads(main="float32", comm="bfloat16", reduce="fp32")]),
+        grads=draw.choice(
+            [None, eb.Grads(main="float32"), eb.Grads(main="float32", comm="bfloat16", reduce="float32")]
+        ),
         transform=(transform := draw.choice(list(TRANSFORMS))),
         microbatches=(number := draw.choice([1, 2, 3])),
         pattern=(pattern := draw.choice(patterns[: 3 if number > 1 else 2])),

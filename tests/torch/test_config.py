@@ -19,7 +19,7 @@ POLICIES = [
     *eb.policies.PRESETS.values(),
     eb.Policy(
         slots={"mean": eb.Kahan("float16", "stochastic")},
-        grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"),
+        grads=eb.Grads(main="float32", comm="bfloat16", reduce="float32"),
     ),
 ]
 
@@ -106,7 +106,7 @@ def test_toml_is_read_and_what_is_left_out_has_its_default(tmp_path: Path) -> No
         ),
         ({"compute": None}, r"Policy.compute: got None; accepted is"),
         ({"compute": ["float32"]}, r"Policy.compute: got \['float32'\]; accepted is"),
-        ({"grads": {"reduce": {}}}, r"^Policy.grads.reduce: got \{\}; accepted is 'native', 'fp32'"),
+        ({"grads": {"reduce": {}}}, r"^Policy.grads.reduce: got \{\}; accepted is 'native', 'float32'"),
         ({"grads": None}, r"Policy.grads: got None; accepted is a table with main, comm, reduce"),
         ({1: 2}, r"^Policy.1: there is no such field; fields are compute"),
         (None, r"Policy: got None; accepted is a table with compute"),

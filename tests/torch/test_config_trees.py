@@ -185,7 +185,7 @@ def test_what_no_file_can_name_is_not_written(tmp_path: Path) -> None:
 )
 def test_defaults_are_those_of_the_optimizer(name: str, kind: type[Any]) -> None:
     parameters = inspect.signature(getattr(everybit_torch, name)).parameters
-    own = {"params", "options"}
+    own = {"params", "options", "policy", "average", "compile", "metrics", "seed"}
     assert kind().hyperparameters() == {key: one.default for key, one in parameters.items() if key not in own}
 
 

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import everybit as eb
+
 # Each of them takes a large part of the time of `import torch`, or more.
 EXPENSIVE = (
     "torch._dynamo",
@@ -82,3 +84,11 @@ def test_beside_the_standard_library_only_optree_comes_with(stage: str, loaded: 
     roots = {name.partition(".")[0] for name in loaded[stage]}
     assert roots <= OURS | set(sys.stdlib_module_names)
     assert [name for name in loaded[stage] if name.startswith("torch.")] == []
+
+
+def test_a_class_of_the_torch_package_that_is_looked_for_in_the_core_is_said_where_it_is() -> None:
+    with pytest.raises(
+        ImportError, match=r"everybit has no AdamW; it is in everybit_torch: from everybit_torch import AdamW"
+    ):
+        from everybit import AdamW  # type: ignore[attr-defined]  # noqa: F401
+    assert not hasattr(eb, "no_such_optimizer")

@@ -17,7 +17,7 @@ from everybit_torch.drop_ins.creating import CLASSES
 from everybit_torch.names.optimizers import OPTIMIZERS, value_of
 from everybit_torch.optim.optimizer import TorchOptimizer
 
-PAGE = (Path(__file__).parents[2] / "docs/ecosystem.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/programs.md").read_text(encoding="utf-8")
 
 TRAINER_NAMES: dict[str, eb.OptimizerName] = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "ademamix": "ademamix", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop",
@@ -96,7 +96,7 @@ def test_names_of_other_programs_stand_for_names_of_ours() -> None:
             eb.optimizers()[name].function(**given)
     rows = dict(re.findall(r"^\| `([\w]+)` \| `([\w]+)`", PAGE, re.MULTILINE))
     theirs = {**TRAINER_NAMES, **{their: name for their, (name, _) in TIMM_NAMES.items()}}
-    assert rows == theirs, "docs/ecosystem.md has to list them all"
+    assert rows == theirs, "docs/programs.md has to list them all"
 
 
 @pytest.mark.parametrize(

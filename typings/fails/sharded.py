@@ -15,7 +15,7 @@ FlatStepper(model, eb.adamw(1e-3), policy="bf16")  # E: arg-type "expected Polic
 FlatStepper(model, eb.adamw)  # E: arg-type "def adamw"
 FlatStepper(model, eb.adamw(1e-3), units=["Block"])  # E: list-item "type[Module] | Module"
 MixedPrecision(main_params="bf16")  # E: arg-type "Literal['float64', 'float32', 'bfloat16', 'float16'] | None"
-MixedPrecision(reduce="fp64")  # E: arg-type "Literal['native', 'fp32']"
+MixedPrecision(reduce="fp64")  # E: arg-type "Literal['native', 'float32']"
 ExactReduceScatter("float32")  # E: arg-type "Literal['bfloat16', 'float16']"
 plan(model, eb.adamw(1e-3), ranks="all")  # E: arg-type "int | tuple[int, int]"
 stepper = FlatStepper(model, eb.adamw(1e-3))

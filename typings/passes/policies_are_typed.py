@@ -11,7 +11,7 @@ policy = eb.Policy(
     momentum=eb.Nearest("bfloat16"),
     variance=eb.Stochastic("bfloat16"),
     slots={"mean": eb.Kahan("float16", "stochastic")},
-    grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"),
+    grads=eb.Grads(main="float32", comm="bfloat16", reduce="float32"),
 )
 by_label = eb.by_label(
     lambda path, p: "matrix" if p.ndim > 1 else "vector",

@@ -12,7 +12,7 @@ stepper = FlatStepper(
     model,
     {"decay": eb.adamw(1e-3), "plain": eb.sgd(1e-3)},
     labels=lambda name, p: "decay" if p.ndim > 1 else "plain",
-    policy=MixedPrecision(grad_comm="bfloat16", reduce="fp32"),
+    policy=MixedPrecision(grad_comm="bfloat16", reduce="float32"),
     strategy=3,
     units=[nn.Linear, model],
 )

@@ -52,7 +52,9 @@ def parsed_size(option: str, text: str) -> int:
     if match is None or (match[3] and not match[2]):
         raise OptionError(option, text, "a number with a unit, such as 80GB, 79.6GiB or 512MiB")
     if text.strip().replace(".", "").isdigit() and 0 < float(match[1]) < _FEWEST_BYTES:
-        raise OptionError(option, text, f"a number with a unit, {match[1]}GB; without one it is a number of bytes")
+        raise OptionError(
+            option, f"{text} (did you mean {match[1]}GB?)", "a number with a unit; without one it is a number of bytes"
+        )
     power = "kmgt".index(match[2]) + 1 if match[2] else 0
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 

@@ -28,6 +28,7 @@ def main(options: PlanOptions, console: Console, command: str) -> Results:
     Raises:
         OptionError: An option that cannot be used; no model was planned.
     """
+    console.print(f"Planning {options.model}: up to half a minute for a large model.", highlight=False)
     chosen = subject(options)
     require_policies(chosen.optimizer, chosen.policies)
     if options.out is not None:
@@ -73,9 +74,9 @@ def _plan_all(options: PlanOptions, chosen: Subject, console: Console) -> list[P
     """Plan every policy under every strategy, and show how far it is."""
     found = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("planning", total=len(chosen.policies) * len(options.strategies))
+        task = progress.add_task("planning", total=len(chosen.policies) * len(options.planned_strategies))
         for name in chosen.policies:
-            for strategy in options.strategies:
+            for strategy in options.planned_strategies:
                 found.append(Planned(name, strategy, _planned(options, chosen, name, strategy, options.ranks)))
                 progress.advance(task)
     return found
@@ -111,7 +112,7 @@ def _title(options: PlanOptions, first: Plan, chosen: Subject) -> str:
     budget = "" if chosen.budget is None else f" The budget is {sized(chosen.budget)}."
     return (
         f"{options.model}: {first.parameters:,} parameters ({options.dtype}), {chosen.optimizer.shown}, {ranks}, {passes},"
-        f" units: {chosen.unit_names}. Bytes of one rank.{budget}"
+        f" {chosen.unit_names}. Bytes of one rank.{budget}"
     )
 
 

@@ -21,8 +21,7 @@ from everybit_torch.sharded.labelling import AnyPrecision
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 
-DTypeName = Literal["fp64", "fp32", "bf16", "fp16", "auto"]
-DTYPES: dict[str, FloatDType] = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTypeName = Literal["float64", "float32", "bfloat16", "float16", "auto"]
 DEFAULT_POLICIES = ("MIXED_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
 PREFERRED = {
     "bfloat16": ("EXACT_BF16", "LEAN_BF16", "TIGHT_BF16", "FLOOR_BF16"),
@@ -50,7 +49,7 @@ class PlanOptions(Output):
     large, ...), the folder or config.json of a Hugging Face model (needs transformers), or module:function, which is called and returns a
     torch.nn.Module."""
 
-    dtype: Literal["bf16", "fp16", "fp32", "fp64", "model"] = "bf16"
+    dtype: Literal["bfloat16", "float16", "float32", "float64", "model"] = "bfloat16"
     """Dtype of the model's weights; model: the dtype with which it is built."""
 
     ranks: int = 8
@@ -62,8 +61,8 @@ class PlanOptions(Output):
     outer_strategy: OuterStrategy = "no_shard"
     """The strategy of the outer dimension; optim (HFSDP) needs optim_grads_params."""
 
-    strategies: tuple[Strategy, ...] = STRATEGIES
-    """The strategies to plan."""
+    strategies: tuple[Strategy, ...] = ()
+    """The strategies to plan. Default: all of them; on one rank, where there is nothing to shard, no_shard."""
 
     optimizer: str = "adamw"
     """The optimizer whose state is counted: a name of everybit.optimizers(), with hyperparameters if they are wanted, such as
@@ -74,17 +73,17 @@ class PlanOptions(Output):
     say. With --memory, in order of preference. Default: MIXED_BF16, KAHAN_BF16, LEAN_BF16 and FLOOR_BF16; with --memory from EXACT_BF16 to
     FLOOR_BF16, or FP32 for a float32 model."""
 
-    main_params: DTypeName = "fp32"
+    main_params: DTypeName = "float32"
     """For three-dtypes: dtype of the main weights; auto: the model's weights are the main weights."""
 
     main_grads: DTypeName | None = None
-    """Dtype in which gradients are summed, under every policy; auto: the model's. Default: that of each policy (three-dtypes: fp32)."""
+    """Dtype in which gradients are summed, under every policy; auto: the model's. Default: that of each policy (three-dtypes: float32)."""
 
     grad_comm: DTypeName | None = None
     """Dtype in which gradients are sent, under every policy; auto: that of the main gradients. Default: that of each policy."""
 
-    reduce: Literal["native", "fp32"] | None = None
-    """How 16-bit gradients are summed; fp32: at the receiver, exactly. Default: as each policy says."""
+    reduce: Literal["native", "float32"] | None = None
+    """How 16-bit gradients are summed; float32: at the receiver, exactly. Default: as each policy says."""
 
     units: tuple[str, ...] = ()
     """Names of module classes whose parameters are gathered and reduced together, such as LlamaDecoderLayer. Default: the blocks of a
@@ -104,6 +103,12 @@ class PlanOptions(Output):
 
     out: Path | None = None
     """Folder for plan.json and plan.png; created if it does not exist."""
+
+    @property
+    def planned_strategies(self) -> tuple[Strategy, ...]:
+        """The strategies that are planned."""
+        alone: tuple[Strategy, ...] = ("no_shard",)
+        return self.strategies or (alone if self.ranks * self.outer == 1 else STRATEGIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +131,8 @@ class Subject:
 
     @property
     def unit_names(self) -> str:
-        """The names of the units' classes, for a title."""
-        return ", ".join(kind.__name__ for kind in self.units) or "the whole model"
+        """The argument of a stepper that makes these units, for a title."""
+        return f"units=[{', '.join(kind.__name__ for kind in self.units)}]" if self.units else "units=None"
 
 
 def subject(options: PlanOptions) -> Subject:
@@ -139,13 +144,11 @@ def subject(options: PlanOptions) -> Subject:
     for name in ("ranks", "outer", "microbatches"):
         if getattr(options, name) < 1:
             raise OptionError(f"--{name}", getattr(options, name), "a whole number, at least 1")
-    if not options.strategies:
-        raise OptionError("--strategies", "none", "at least one")
     if options.outer_strategy == "optim":
         accepted = "optim with --outer 2 or more, and with optim_grads_params among --strategies"
         if options.outer == 1:
             raise OptionError("--outer-strategy", "optim with --outer 1", accepted)
-        if "optim_grads_params" not in options.strategies:
+        if "optim_grads_params" not in options.planned_strategies:
             raise OptionError("--outer-strategy", f"optim with --strategies {' '.join(options.strategies)}", accepted)
     budget = None
     if options.memory is not None:
@@ -153,7 +156,7 @@ def subject(options: PlanOptions) -> Subject:
         if budget <= 0:
             raise OptionError("--reserve", options.reserve, f"less than --memory, which is {options.memory}")
     optimizer = named_optimizer(options.optimizer)
-    dtype = None if options.dtype == "model" else getattr(torch, DTYPES[options.dtype])
+    dtype = None if options.dtype == "model" else getattr(torch, options.dtype)
     model, blocks = build(options.model, dtype)
     kinds = {type(module).__name__: type(module) for module in model.modules()}
     for name in options.units:
@@ -180,7 +183,7 @@ def _policies(options: PlanOptions, names: tuple[str, ...]) -> dict[str, AnyPrec
         if name.lower() == THREE_DTYPES:
             found[THREE_DTYPES] = MixedPrecision(
                 main_params=_dtype(options.main_params),
-                main_grads=_dtype(options.main_grads or "fp32"),
+                main_grads=_dtype(options.main_grads or "float32"),
                 grad_comm=_dtype(options.grad_comm or "auto"),
                 reduce=options.reduce or "native",
             )
@@ -198,4 +201,4 @@ def _policies(options: PlanOptions, names: tuple[str, ...]) -> dict[str, AnyPrec
 
 
 def _dtype(name: DTypeName) -> FloatDType | None:
-    return None if name == "auto" else DTYPES[name]
+    return None if name == "auto" else name

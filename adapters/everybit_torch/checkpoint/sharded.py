@@ -81,7 +81,7 @@ def _staged(stepper: FlatStepper) -> tuple[Flat, Any]:
 
 @in_plain_mode
 def save_sharded(
-    stepper: FlatStepper, path: str | os.PathLike[str], *, asynchronous: bool = False, keep: int = 1
+    stepper: FlatStepper, path: str | os.PathLike[str], *, asynchronous: bool = False, keep: int | None = None
 ) -> Future[Path]:
     """Save a stepper's model and optimizer. Every rank has to call it.
 
@@ -91,7 +91,8 @@ def save_sharded(
         asynchronous: Copy to the host's memory, and write in the background. Training goes on at once: its next step waits for the copies,
             on the device. The memory is kept for the next asynchronous save; ``stepper.staging.free()`` and ``stepper.close()`` give it
             back. The next save waits for this save, and raises its error unless its ``result()`` was read.
-        keep: The number of earlier checkpoints to keep.
+        keep: The number of earlier checkpoints to keep; older ones, and those that a killed rank left half-written, are deleted. None:
+            nothing is deleted.
 
     Returns:
         A handle that is done when every rank has written, and has the directory of this checkpoint; without ``asynchronous`` it is done.
@@ -104,8 +105,8 @@ def save_sharded(
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
         ValueError: ``keep`` below 0.
     """
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-        raise ValueError(f"keep: got {keep!r}; accepted is 0 or more.")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
+        raise ValueError(f"keep: got {keep!r}; accepted are None, which deletes nothing, and 0 or more.")
     stepper.engine.completeness.require("save_sharded")
     directory, ranks = Path(path), _ranks(stepper, "saving")
 
@@ -133,7 +134,8 @@ def save_sharded(
             if ranks.rank == 0:
                 remove_unless_named(place)
             raise
-        from_first(lambda: remove_old(directory, name, keep), ranks)
+        if keep is not None:
+            from_first(lambda: remove_old(directory, name, keep), ranks)
         return place
 
     if asynchronous:

@@ -74,7 +74,7 @@ class Wire:
     def of(cls, resolved: Resolved, ranks: int) -> Wire:
         """Return the wire of a policy between so many ranks. One rank sums no values; the library sums float32 and wider dtypes."""
         dtype = torch_dtype(resolved.grads_comm)
-        exact = resolved.reduce == "fp32" and dtype.itemsize < 4 and ranks > 1
+        exact = resolved.reduce == "float32" and dtype.itemsize < 4 and ranks > 1
         half = dtype is torch.float16 and not exact
         return cls(dtype, exact, 2.0 ** -math.ceil(math.log2(ranks)) if half else 1.0)
 

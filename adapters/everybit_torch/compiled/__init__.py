@@ -8,6 +8,7 @@ from everybit_torch.compiled.compilation import (
     has_compiler,
     let_length_vary,
     may_compile,
+    tell_of_small_models,
 )
 from everybit_torch.compiled.direct_calls import DirectFunction
 from everybit_torch.compiled.fused_sums import FusedSums
@@ -30,4 +31,5 @@ __all__ = [
     "is_number",
     "let_length_vary",
     "may_compile",
+    "tell_of_small_models",
 ]

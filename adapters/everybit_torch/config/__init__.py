@@ -95,7 +95,7 @@ def load_config(kind: type[C], path: str | Path) -> C:
 
     Args:
         kind: See :func:`config_from_dict`.
-        path: YAML needs PyYAML (``pip install 'everybit[config]'``).
+        path: YAML needs PyYAML (``pip install pyyaml``).
 
     Raises:
         ValueError: The file is of another kind, cannot be parsed, or holds something else; the message begins with the path of the file.

@@ -63,16 +63,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _imported(name: str, needed: str) -> Any:
-    """Import a package that only some files need."""
+def _imported(name: str, needed: str, package: str) -> Any:
+    """Import a module of a package that only some files need."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{needed}: pip install 'everybit[config]'.", name=name) from error
+        raise ModuleNotFoundError(f"{needed}: pip install {package}.", name=name) from error
 
 
 def _pyyaml() -> Any:
-    return _imported("yaml", "YAML needs PyYAML")
+    return _imported("yaml", "YAML needs PyYAML", "pyyaml")
 
 
 def _yaml(text: str) -> Any:
@@ -104,7 +104,7 @@ def _as_yaml(data: dict[str, Any]) -> str:
 
 
 def _as_toml(data: dict[str, Any]) -> str:
-    text: str = _imported("tomli_w", "writing TOML needs tomli-w").dumps(data)
+    text: str = _imported("tomli_w", "writing TOML needs tomli-w", "tomli-w").dumps(data)
     return text
 
 

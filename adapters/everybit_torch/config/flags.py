@@ -41,7 +41,7 @@ def config_from_flags(
     try:
         tyro: Any = import_module("tyro")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("flags need tyro: pip install 'everybit[cli]'.", name="tyro") from error
+        raise ModuleNotFoundError("flags need tyro: pip install tyro.", name="tyro") from error
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog=prog)
     first.add_argument("--config", type=Path)
     first.add_argument("--algorithm", choices=list(ALGORITHMS))

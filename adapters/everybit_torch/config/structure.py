@@ -17,6 +17,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from everybit.base import spelled
+
 T = TypeVar("T")
 
 
@@ -301,6 +303,9 @@ def _has_default(field: Field[Any]) -> bool:
 
 
 def _member(values: tuple[Any, ...], data: object, path: str) -> Any:
+    own = spelled(data)
+    if own is not data and own in values:
+        return own  # a dtype by another name
     # By type too: 8.0 equals 8, but is no accepted number of bits.
     if not any(type(data) is type(one) and data == one for one in values):
         meant = _meant(data, [one for one in values if isinstance(one, str)], cutoff=0.82)  # bfloat16 is not float64

@@ -285,11 +285,11 @@ class Cycle(ABC):
 
     # -- how gradients are sent -----------------------------------------------------------------------------------------------------
 
-    def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None) -> None:
+    def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "float32"] | None) -> None:
         """Send gradients in another dtype from now on."""
         self._send_in(dtype, reduce)
 
-    def _send_in(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None) -> Callable[[], None]:
+    def _send_in(self, dtype: FloatDType | None, reduce: Literal["native", "float32"] | None) -> Callable[[], None]:
         """Change the wire; return a function that undoes it."""
         if self._holds_gradients:
             raise RuntimeError(
@@ -310,7 +310,7 @@ class Cycle(ABC):
         return restore
 
     @contextmanager
-    def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None) -> Iterator[None]:
+    def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "float32"] | None) -> Iterator[None]:
         """Send gradients in another dtype inside."""
         pending = self._after_cycle
         restore = self._send_in(dtype, reduce)

@@ -256,4 +256,4 @@ def _safetensors() -> _Safetensors:
     try:
         return _Safetensors()
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("safetensors: is not installed; pip install 'everybit[safetensors]'.") from error
+        raise ModuleNotFoundError("safetensors: is not installed; pip install safetensors.") from error

@@ -12,7 +12,17 @@ import everybit as eb
 from everybit.policies import AnyPolicy
 from everybit.stepping import Metrics
 from everybit.stepping.entries import map_parts
-from everybit_torch.compiled import LIMIT, Factory, Inputs, Variants, can_compile, fits, is_number, may_compile
+from everybit_torch.compiled import (
+    LIMIT,
+    Factory,
+    Inputs,
+    Variants,
+    can_compile,
+    fits,
+    is_number,
+    may_compile,
+    tell_of_small_models,
+)
 from everybit_torch.host_counts import Due
 from everybit_torch.label_resolution import Decision
 from everybit_torch.segments.segment import Segment, step_in_place
@@ -91,7 +101,10 @@ class Steps:
             return False  # the step is a part of what the user compiles
         if self._compile != "auto":
             return self._compile
-        return self.elements >= WORTH_COMPILING and may_compile(device)
+        if self.elements < WORTH_COMPILING:
+            tell_of_small_models(device)
+            return False
+        return may_compile(device)
 
     def due(self, segment: Segment) -> Due:
         """Return the periodic work that is due at a segment's next step, as far as the host says it.

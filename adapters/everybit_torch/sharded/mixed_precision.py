@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 import everybit as eb
-from everybit.base import FLOAT_DTYPES, FloatDType, dtype_name, require_member
+from everybit.base import FLOAT_DTYPES, FloatDType, dtype_name, settle_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class MixedPrecision:
         main_params: dtype of the weights that the optimizer works on. None: the model's own.
         main_grads: dtype in which gradients are summed. None: the model's.
         grad_comm: dtype in which gradients are sent. None: ``main_grads``.
-        reduce: ``"fp32"``: gradients that are sent in 16 bits are summed at the receiver, in full precision.
+        reduce: ``"float32"``: gradients that are sent in 16 bits are summed at the receiver, in full precision.
 
     Raises:
         ValueError: Not the name of a dtype; the message names the field.
@@ -39,13 +39,13 @@ class MixedPrecision:
     main_params: FloatDType | None = "float32"
     main_grads: FloatDType | None = "float32"
     grad_comm: FloatDType | None = None
-    reduce: Literal["native", "fp32"] = "native"
+    reduce: Literal["native", "float32"] = "native"
 
     def __post_init__(self) -> None:
         for name in ("main_params", "main_grads", "grad_comm"):
             if getattr(self, name) is not None:
-                require_member(getattr(self, name), FLOAT_DTYPES, field=f"MixedPrecision.{name}")
-        require_member(self.reduce, ("native", "fp32"), field="MixedPrecision.reduce")
+                settle_dtype(self, name, FLOAT_DTYPES, field=f"MixedPrecision.{name}")
+        settle_dtype(self, "reduce", ("native", "float32"), field="MixedPrecision.reduce")
 
     def policy(self, model: FloatDType | torch.dtype) -> eb.Policy:
         """The policy for parameters of one dtype; state is in the precision of the main weights, float32 at least.

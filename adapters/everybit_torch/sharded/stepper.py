@@ -55,7 +55,7 @@ class FlatStepper:
         >>> import torch, everybit as eb
         >>> from everybit_torch import FlatStepper
         >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
-        >>> policy = eb.Policy(params=eb.Kahan(), grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"))
+        >>> policy = eb.Policy(params=eb.Kahan(), grads=eb.Grads(main="float32", comm="bfloat16", reduce="float32"))
         >>> stepper = FlatStepper(model, eb.adamw(1e-3), policy=policy)
         >>> with stepper.microbatch(last=True):
         ...     model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
@@ -172,7 +172,7 @@ class FlatStepper:
 
     # -- how gradients are sent ------------------------------------------------------------------------------------------------------
 
-    def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:
+    def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "float32"] | None = None) -> None:
         """Send gradients in another dtype from now on. The dtype in which they are accumulated cannot change.
 
         Args:
@@ -186,7 +186,7 @@ class FlatStepper:
         self.engine.set_grad_comm(dtype, reduce)
 
     @contextmanager
-    def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> Iterator[None]:
+    def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "float32"] | None = None) -> Iterator[None]:
         """Send gradients in another dtype inside; see :meth:`set_grad_comm`.
 
         A cycle has one wire: if the context ends within a cycle, the wire before returns with the next cycle.

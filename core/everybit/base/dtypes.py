@@ -41,6 +41,36 @@ def dtype_name(dtype: torch.dtype, *, field: str) -> FloatDType:
     return _BY_DTYPE[dtype]
 
 
+_SHORT: dict[str, FloatDType] = {
+    "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
+}  # fmt: skip
+
+
+def spelled(value: Any) -> Any:
+    """Return the one name of a dtype that goes by another (``torch.bfloat16``, ``"bf16"``); other values as they are."""
+    if isinstance(value, torch.dtype):
+        return _BY_DTYPE.get(value, value)
+    if isinstance(value, str):
+        name = value.lower().removeprefix("torch.")
+        return _SHORT.get(name, name if name in _BY_NAME else value)
+    return value
+
+
+def settle_dtype(owner: object, name: str, accepted: tuple[str, ...], *, field: str) -> None:
+    """Let a field of a frozen dataclass hold the one name of a dtype, however it was spelled; None stays.
+
+    Raises:
+        ValueError: It is none of the accepted dtypes; the message names ``field``.
+    """
+    value = getattr(owner, name)
+    if value is None or value in accepted:
+        return
+    own = spelled(value)
+    if own not in accepted:
+        require_member(value, accepted, field=field)
+    object.__setattr__(owner, name, own)
+
+
 def require_member(value: object, accepted: tuple[str, ...], *, field: str) -> None:
     """Refuse a ``value`` that is not among the names in ``accepted``.
 

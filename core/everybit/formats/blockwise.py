@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everybit.base import ComputeDType, Key, materialize, require_member, uniform
+from everybit.base import ComputeDType, Key, materialize, require_member, settle_dtype, uniform
 from everybit.formats import block_maps
 from everybit.formats.block_maps import MAP_NAMES, Bits, MapName, look_up
 from everybit.formats.expansion import POWERS, raised, root
@@ -70,7 +70,7 @@ class Blockwise(StateFormat):
     def __post_init__(self) -> None:
         require_member(self.map, MAP_NAMES, field="Blockwise.map")
         require_member(self.rounding, ("nearest", "stochastic"), field="Blockwise.rounding")
-        require_member(self.scale, ("float32", "bfloat16"), field="Blockwise.scale")
+        settle_dtype(self, "scale", ("float32", "bfloat16"), field="Blockwise.scale")
         require_member(self.kind, ("signed", "non-negative"), field="Blockwise.kind")
         if self.bits not in (8, 4) or isinstance(self.bits, bool):
             raise ValueError(f"Blockwise.bits: got {self.bits!r}; accepted are 8 and 4.")

@@ -16,6 +16,7 @@ from everybit.base import (
     LowDType,
     require_member,
     rounding,
+    settle_dtype,
     straight_through,
     torch_dtype,
 )
@@ -54,10 +55,10 @@ class Kahan(StateFormat, ParamFormat):
     value: LowDType | None = None
 
     def __post_init__(self) -> None:
-        require_member(self.residual, ("bfloat16", "float16", "float32"), field="Kahan.residual")
+        settle_dtype(self, "residual", ("bfloat16", "float16", "float32"), field="Kahan.residual")
         require_member(self.rounding, ("nearest", "stochastic"), field="Kahan.rounding")
         if self.value is not None:
-            require_member(self.value, LOW_DTYPES, field="Kahan.value")
+            settle_dtype(self, "value", LOW_DTYPES, field="Kahan.value")
 
     def for_params(self, model: FloatDType) -> Kahan:
         """Return the format with ``value`` filled in: the model's dtype, unless it was chosen."""

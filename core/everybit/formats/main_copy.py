@@ -13,8 +13,8 @@ from everybit.base import (
     ComputeDType,
     FloatDType,
     Key,
-    require_member,
     rounding,
+    settle_dtype,
     straight_through,
     torch_dtype,
 )
@@ -37,10 +37,10 @@ class Master(ParamFormat):
     value: Literal["bfloat16", "float16", "float32"] | None = None
 
     def __post_init__(self) -> None:
-        require_member(self.dtype, ("float32", "float64"), field="Master.dtype")
+        settle_dtype(self, "dtype", ("float32", "float64"), field="Master.dtype")
         if self.value is not None:
             accepted = LOW_DTYPES if self.dtype == "float32" else (*LOW_DTYPES, "float32")
-            require_member(self.value, accepted, field="Master.value")
+            settle_dtype(self, "value", accepted, field="Master.value")
 
     def for_params(self, model: FloatDType) -> Master:
         """Return the format with ``value`` filled in: the model's dtype, unless it was chosen."""

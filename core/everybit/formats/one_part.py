@@ -14,8 +14,8 @@ from everybit.base import (
     FloatDType,
     Key,
     LowDType,
-    require_member,
     rounding,
+    settle_dtype,
     straight_through,
     torch_dtype,
 )
@@ -45,7 +45,7 @@ class Nearest(StateFormat, ParamFormat):
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            require_member(self.dtype, FLOAT_DTYPES, field="Nearest.dtype")
+            settle_dtype(self, "dtype", FLOAT_DTYPES, field="Nearest.dtype")
 
     def for_params(self, model: FloatDType) -> Nearest:
         """Return the format with ``dtype`` filled in: the model's, unless it was chosen."""
@@ -97,7 +97,7 @@ class Stochastic(StateFormat, ParamFormat):
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            require_member(self.dtype, LOW_DTYPES, field="Stochastic.dtype")
+            settle_dtype(self, "dtype", LOW_DTYPES, field="Stochastic.dtype")
 
     def for_params(self, model: FloatDType) -> Stochastic:
         """Return the format with ``dtype`` filled in: the model's, unless it was chosen."""

@@ -16,6 +16,7 @@ from everybit.base import (
     LowDType,
     require_member,
     rounding,
+    settle_dtype,
     straight_through,
     torch_dtype,
 )
@@ -56,7 +57,7 @@ class Split(StateFormat, ParamFormat):
             raise ValueError(f"Split.bits: got {self.bits!r}; accepted are 8 and 16.")
         require_member(self.rounding, ("nearest", "stochastic"), field="Split.rounding")
         if self.value is not None:
-            require_member(self.value, LOW_DTYPES, field="Split.value")
+            settle_dtype(self, "value", LOW_DTYPES, field="Split.value")
 
     def for_params(self, model: FloatDType) -> Split:
         """Return the format with ``value`` filled in: the model's dtype, unless it was chosen."""

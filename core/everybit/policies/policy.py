@@ -21,7 +21,7 @@ from everybit.base import (
     dtype_name,
     itemsize,
     once,
-    require_member,
+    settle_dtype,
     torch_dtype,
 )
 from everybit.formats import BUILT_IN, SLOT_KINDS, Format, Nearest, ParamFormat, PartSpec, SlotKind, StateFormat
@@ -39,18 +39,18 @@ class Grads:
     Args:
         main: dtype in which gradients are accumulated and passed to the optimizer. None: the model's own dtype.
         comm: dtype in which they are sent between processes. None: as ``main``.
-        reduce: How gradients are summed: by the communication library (``"native"``), or at the receiver, rounded once (``"fp32"``).
+        reduce: How gradients are summed: by the communication library (``"native"``), or at the receiver, rounded once (``"float32"``).
     """
 
     main: FloatDType | None = None
     comm: FloatDType | None = None
-    reduce: Literal["native", "fp32"] = "native"
+    reduce: Literal["native", "float32"] = "native"
 
     def __post_init__(self) -> None:
         for name in ("main", "comm"):
             if getattr(self, name) is not None:
-                require_member(getattr(self, name), FLOAT_DTYPES, field=f"Grads.{name}")
-        require_member(self.reduce, ("native", "fp32"), field="Grads.reduce")
+                settle_dtype(self, name, FLOAT_DTYPES, field=f"Grads.{name}")
+        settle_dtype(self, "reduce", ("native", "float32"), field="Grads.reduce")
 
 
 class FrozenMapping(Mapping[K, V]):
@@ -107,7 +107,7 @@ class Policy:
     grads: Grads = Grads()
 
     def __post_init__(self) -> None:
-        require_member(self.compute, COMPUTE_DTYPES, field="Policy.compute")
+        settle_dtype(self, "compute", COMPUTE_DTYPES, field="Policy.compute")
         _require_format("Policy.params", self.params, "for_params")
         for name in ("momentum", "variance", "state"):
             _require_format(f"Policy.{name}", getattr(self, name), "for_slot")
@@ -233,7 +233,7 @@ class Resolved:
     params: Format
     grads_main: FloatDType
     grads_comm: FloatDType
-    reduce: Literal["native", "fp32"]
+    reduce: Literal["native", "float32"]
     squares: frozenset[str] = frozenset()
     wide: torch.dtype = field(init=False, compare=False, repr=False)
     found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

@@ -168,4 +168,4 @@ def test_without_the_extra_the_remedy_is_named(
 ) -> None:
     monkeypatch.setattr("everybit_cli.command_line.find_spec", lambda name: None if name == "tyro" else object())
     assert main(TINY) == 2
-    assert capsys.readouterr().err == "everybit: the command line needs tyro: pip install 'everybit[cli]'\n"
+    assert capsys.readouterr().err == "everybit: the command line needs tyro: pip install tyro\n"

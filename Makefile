@@ -32,8 +32,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(STAMP)  ## train one small language model under six policies, side by side (DEMO="--steps 100" passes options on)
-	$(BIN)/everybit compare --lr 1e-4 --out runs/demo $(DEMO)
+demo: $(STAMP)  ## train one small language model under three policies, side by side (DEMO="--steps 100" passes options on)
+	$(BIN)/everybit compare --lr 1e-4 --policies FP32 PURE_BF16 LEAN_BF16 --threads 2 --out runs/demo $(DEMO)
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest -n 3 --dist worksteal

@@ -15,7 +15,9 @@ from pages import insert, origin, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-README, SPEED, FSDP2 = ROOT / "README.md", ROOT / "docs/speed.md", ROOT / "docs/coming-from/fsdp2.md"
+README, SPEED, FSDP2, COMPARE = (
+    ROOT / "README.md", ROOT / "docs/speed.md", ROOT / "docs/coming-from/fsdp2.md", ROOT / "docs/compare.md"
+)  # fmt: skip
 
 PEERS = {
     "torch fused, bfloat16": "`torch.optim.AdamW` on a bfloat16 model",
@@ -104,11 +106,29 @@ def objects_table() -> str:
     return live_objects.table(_read("live-objects.json"))
 
 
+def demo_table() -> str:
+    """Return what `make demo` printed, for ``docs/compare.md``."""
+    found = _read("demo-cpu.json")
+    rows = []
+    for row in found["summary"]:
+        difference = "" if row["policy"] == "FP32" else f"{row['difference']:+.4f}"
+        sizes = f"{row['bytes_measured']:.2f} / {row['bytes_predicted']:.2f}"
+        cells = [f"{100 * row['lost_share']:.1f} %", f"{row['edq']:.3f}", sizes, f"{row['optimizer_milliseconds']:.1f}"]
+        rows.append([f"`{row['policy']}`", f"{row['validation_loss']:.4f}", difference, *cells])
+    heads = ["policy", "loss", "vs FP32", "lost", "EDQ", "bytes, measured and predicted", "step, ms"]
+    made = found["machine"]
+    return (
+        table(heads, rows)
+        + f"\n`{found['command']}`; {found['seconds']:.0f} s; {', '.join(map(str, made.values()))}.\n"
+    )
+
+
 BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
     (README, "speed"): speed_table,
     (README, "peers"): peers_table,
     (SPEED, "step"): step_table,
     (FSDP2, "live objects"): objects_table,
+    (COMPARE, "demo"): demo_table,
 }
 """What is written where."""
 

@@ -66,6 +66,29 @@ def test_every_page_has_one_place_in_the_navigation() -> None:
     assert sorted(navigation) == sorted(pages)
 
 
+@pytest.mark.parametrize(
+    ("typed", "page"),
+    [
+        ("8bit", "how-to/train_with_8_bit_state.md"),
+        ("ema", "how-to/average_weights.md"),
+        ("bytes per parameter", "policies.md"),
+        ("muon fsdp2", "how-to/train_with_muon.md"),
+        ("gradscaler", "torch.md"),
+    ],
+)
+def test_what_people_type_into_the_search_is_in_at_most_two_headings(typed: str, page: str) -> None:
+    """The site's search counts a word in a heading most, so that a page with all words in one is among the first."""
+    found = [
+        str(path.relative_to(DOCS))
+        for path in sorted(DOCS.rglob("*.md"))
+        if "decisions" not in path.parts
+        for heading in re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if set(typed.split()) <= set(re.findall(r"\w+", heading.lower()))
+    ]
+    assert page in found
+    assert len(found) <= 2, found
+
+
 def test_decisions_come_last_in_the_search() -> None:
     """Last where two entries count alike, and without a title that counts most."""
     built = module_at(DOCS / "reference/built.py")

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import everybit as eb
 import everybit_torch as et
+from tests.support.ranks import run
 
 SHAPES = ((5,), (3, 2), (4,), (7,))
 Presence = Sequence[Sequence[bool]]
@@ -148,3 +153,50 @@ def test_groups_whose_estimates_would_differ_are_refused_and_labels_give_each_pa
         labelled.step()
     assert math.isclose(float(a.detach()[0]), 3.0, abs_tol=0.1)
     assert math.isclose(float(b.detach()[0]), 3.0, abs_tol=0.1)
+
+
+class Late(nn.Module):
+    """Two matrices, of which the second is used from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first = nn.Parameter(torch.randn(6, 4, generator=generator, dtype=torch.float64))
+        self.second = nn.Parameter(torch.randn(5, 4, generator=generator, dtype=torch.float64))
+
+    def forward(self, step: int) -> Tensor:
+        used = [self.first] + [self.second] * (step >= 4 and step != 7)
+        return sum(((p - 3) ** 2).sum() for p in used)  # type: ignore[return-value]
+
+
+def stepped(model: Late, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(12):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+
+
+def on_ranks(strategy: Any) -> list[Tensor]:
+    model = Late()
+    if strategy == "fully_shard":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        stepped(model, et.create("prodigy", model, lr=1.0, d0=1e-2, policy="FP64", compile=False))
+    else:
+        stepper = et.FlatStepper(model, eb.prodigy(1.0, d0=1e-2), policy="FP64", strategy=strategy)
+        for step in range(12):
+            with stepper.microbatch(last=True):
+                model(step).backward()
+            stepper.step()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params", "fully_shard"])
+def test_ranks_and_steppers_share_the_estimate_too(strategy: str) -> None:
+    """All ranks have the same loss, so that sums are those of one process but for their order."""
+    model = Late()
+    optimizer = et.create("prodigy", model, lr=1.0, d0=1e-2, policy="FP64", compile=False)
+    stepped(model, optimizer)
+    assert float(optimizer.state[model.second]["inner.estimate"]) > 1e-2
+    for found in run(2, on_ranks, strategy):
+        for x, expected in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(x, expected.detach(), rtol=1e-11, atol=1e-11)

@@ -68,6 +68,18 @@ def test_it_is_the_default_and_does_not_compile_small_models(kind: Any, monkeypa
     assert steps.WORTH_COMPILING > HERE
 
 
+def test_a_model_that_is_stepped_uncompiled_because_it_is_small_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="everybit_torch")
+    compilation.tell_of_small_models.cache_clear()
+    for options in ({}, {}, {"compile": False}):
+        model = Awkward()
+        train(model, AdamW(model.parameters(), lr=1e-2, **options), 2)  # type: ignore[arg-type]
+    (told,) = messages(caplog, logging.WARNING)
+    assert told.startswith(
+        "compile='auto': a model of so few elements is stepped uncompiled. compile=True makes a step five to ten times"
+    )
+
+
 @pytest.mark.usefixtures("worth_it")
 def test_what_counts_is_what_a_group_steps_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen parameters do not count until they are unfrozen, and another group's never."""

@@ -7,6 +7,8 @@ not before: that takes longer than ``import torch``.
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -125,8 +127,12 @@ def may_compile(device: torch.device) -> bool:
 
 @cache
 def tell_of_small_models(device: torch.device) -> None:
-    """Log, once for a device, that a model is stepped uncompiled because it is small, if there is a compiler."""
-    if has_compiler(device):
+    """Log, once for a device, that a model is stepped uncompiled because it is small, if there seems to be a compiler.
+
+    torch's own look for one imports its compiler, which an uncompiled step need not.
+    """
+    on_cpu = device.type == "cpu" and any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
+    if on_cpu or (device.type != "cpu" and has_compiler(device)):
         _LOGGER.warning(
             "compile='auto': a model of so few elements is stepped uncompiled. compile=True makes a step five to ten times faster, after"
             " some seconds at the first step; compile=False steps uncompiled without this message."

@@ -92,6 +92,9 @@ class Kahan(StateFormat, ParamFormat):
         """Split into the value part and the rest."""
         dtype = low(self.value or unnamed(self), "Kahan")
         whole, x = x, x.detach()  # the value alone has a derivative, or the sum of the two would have it twice
+        if dtype == self.residual == "bfloat16" and self.rounding == "nearest":
+            value, residual = _encoded_twice(x)
+            return straight_through(rounding.upper_half(value), whole), rounding.upper_half(residual)
         value = rounding.nearest(x, dtype)
         # Exact: x and value share their leading bits, so the difference has at most 16 (Sterbenz). The rest is zero if x is not finite,
         # or was rounded to infinity.
@@ -115,7 +118,12 @@ class Kahan(StateFormat, ParamFormat):
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Return the sum; the value alone if the residual is above half a unit in the last place, since the value was overwritten then."""
         value, residual = rounding.widen(parts[0]), rounding.widen(parts[1])
-        reach = rounding.half_ulp(value, low(self.value or unnamed(self), "Kahan"))
+        dtype = low(self.value or unnamed(self), "Kahan")
+        if dtype == self.residual == "bfloat16":
+            # Without a least reach: half of bfloat16's smallest number is below every residual.
+            reach = (value.view(torch.int32) & _EXPONENT).view(torch.float32) * 2.0**-8
+        else:
+            reach = rounding.half_ulp(value, dtype)
         # An infinite value has an infinite reach, and infinity + residual is infinity. A zero residual, told by its bits because
         # compilers ignore the signs of zeros, is not added: -0 + 0 would be 0.
         some = (residual.view(torch.int32) & 0x7FFFFFFF) != 0
@@ -131,6 +139,30 @@ class Kahan(StateFormat, ParamFormat):
         if self.rounding == "stochastic":
             return 0.0
         return HALF_UNITS["bfloat16"] if value == "float16" else HALF_UNITS["bfloat16"] * 2.0**-9
+
+
+_WHOLE = float.fromhex("0x1.feff8p127")
+"""From here on the sum of value and residual would round to infinity: the residual is cut, as that of ``x`` itself is."""
+
+
+def _encoded_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of the parts that :func:`_canonical` gives, for a bfloat16 value and residual, by a third of the operations.
+
+    Value and residual hold 16 significant bits, and their sum is exact. So the sum, encoded again, leaves nothing to round, and a tie goes
+    where it would go the next time.
+    """
+    first = rounding.nearest(x, "bfloat16", finite=True)
+    left = x - first
+    held = first + rounding.nearest(left, "bfloat16", finite=True)
+    bits = held.view(torch.int32) | (x.view(torch.int32) & _SIGN)  # the sum of -0 and 0 is 0
+    held = torch.where(x.abs() < _WHOLE, bits.view(torch.float32), x)
+    value = rounding.nearest(held, "bfloat16").view(torch.int32)
+    residual = held - value.view(torch.float32)
+    residual = torch.where(residual.abs() < torch.inf, residual, 0.0)  # not that of infinities
+    return value, residual.view(torch.int32)
+
+
+_SIGN, _EXPONENT = -0x80000000, 0x7F800000
 
 
 def _canonical(value: Tensor, residual: Tensor, dtype: LowDType, kept_in: LowDType) -> tuple[Tensor, Tensor]:

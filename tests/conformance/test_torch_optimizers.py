@@ -551,8 +551,6 @@ def test_what_is_refused_on_purpose_is_refused_with_the_reason(kind: Any) -> Non
             lambda: kind(real, lr=torch.tensor(0.1, dtype=torch.float16)),
             r"lr: got a tensor .*a lower precision would round it",
         ),
-        (lambda: kind(real, foreach=True), r"foreach: got True; accepted are None and False: short parameters"),
-        (lambda: kind(real, fused=True), r"fused: got True; accepted are None and False: compile=True"),
         (lambda: kind(real, differentiable=True), r"differentiable: got True; .*everybit.with_policy"),
         (lambda: kind(real * 2), r"parameters 0 and 1 are the same tensor"),
     ]

@@ -135,7 +135,8 @@ def save_sharded(
                 remove_unless_named(place)
             raise
         if keep is not None:
-            from_first(lambda: remove_old(directory, name, keep), ranks)
+            most = keep
+            from_first(lambda: remove_old(directory, name, most), ranks)
         return place
 
     if asynchronous:

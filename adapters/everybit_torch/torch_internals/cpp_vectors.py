@@ -3,7 +3,8 @@
 Formats round by integer arithmetic on float32 bits. Inductor (torch 2.11 to 2.15) generates vector code for that arithmetic, but not for
 the two steps into and out of it: a reinterpretation goes through memory, element by element, and a single int16 tensor makes the loop
 scalar. The step is then five to ten times slower than memory is. Here both are said in vector code, for as long as one of our own steps
-is compiled; the results are the same bits, so it does not matter whether a cached kernel was made with this or without.
+is compiled; the results are the same bits, so it does not matter whether a cached kernel was made with this or without. The loop is then
+written out by :mod:`~everybit_torch.torch_internals.cpp_loops`.
 
 It changes Inductor's code generator, which is private. If it is not as expected, it is left as it is, and the step is slow.
 """
@@ -17,6 +18,8 @@ from threading import RLock
 from typing import Any
 
 import torch
+
+from everybit_torch.torch_internals import cpp_loops
 
 _LOCK = RLock()
 # What `c10::bit_cast` is in C++20. In C++17, in which torch 2.11 compiles, that refuses vectors: they set themselves to zero.
@@ -50,6 +53,8 @@ def _arrange() -> list[Callable[[], None]]:
     load: Any = getattr(kernel, "_get_vec_load_line", None)
     store: Any = getattr(kernel, "_get_store_line", None)
     narrow: Any = getattr(cpp, "get_loop_body_lowp_fp", None)
+    group: Any = getattr(cpp, "KernelGroup", None)
+    written: Any = getattr(group, "codegen_group", None)
     found = (
         isinstance(dtypes, list)
         and callable(scalar)
@@ -58,6 +63,7 @@ def _arrange() -> list[Callable[[], None]]:
         and callable(load)
         and callable(store)
         and callable(narrow)
+        and callable(written)
     )
     if not found or not all(hasattr(kernel, name) for name in ("_get_vec_type", "_get_num_vectors")):
         return []
@@ -115,12 +121,16 @@ def _arrange() -> list[Callable[[], None]]:
         dtype, computes_in_float32 = narrowed
         return None if computes_in_float32 else dtype, computes_in_float32
 
+    def codegen_group(self: Any, *args: Any, **kwargs: Any) -> str:
+        return cpp_loops.rewritten(written(self, *args, **kwargs))
+
     overrides.to_dtype_bitcast = staticmethod(reinterpret)  # type: ignore[union-attr]
     overrides.to_dtype = staticmethod(to_dtype)  # type: ignore[union-attr]
     kernel._get_vec_load_line = load_line  # type: ignore[union-attr]
     kernel._get_store_line = store_line  # type: ignore[union-attr]
     kernel.arange = arange  # type: ignore[union-attr]
     cpp.get_loop_body_lowp_fp = computed_in
+    group.codegen_group = codegen_group
     dtypes.append(torch.int16)
 
     def undo() -> None:
@@ -130,6 +140,7 @@ def _arrange() -> list[Callable[[], None]]:
         kernel._get_vec_load_line = load  # type: ignore[union-attr]
         kernel._get_store_line = store  # type: ignore[union-attr]
         cpp.get_loop_body_lowp_fp = narrow
+        group.codegen_group = written
         dtypes.remove(torch.int16)
 
     return [undo]

@@ -1,0 +1,415 @@
+"""Writes the loop of a step on a CPU in the vector types of the compiler itself: the same operations, the same bits, in less time.
+
+Inductor calls a class for each operation on a vector. It makes every constant anew in each pass of the loop, reads scalars and pointers
+again, makes masks into vectors and back, and has the tail in the same loop. Here a statement of the loop's body is translated, by
+:data:`RULES`, into one of g++'s and clang's vector types (``vector_size``). Statements that do not depend on the place come before the
+loop, and the tail, as Inductor wrote it, behind it. Compilers then keep masks as masks, and shift logically in one instruction.
+
+A loop with a statement that no rule knows, and code of another shape, stays as Inductor wrote it. Code around the loop stays, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+NAMESPACE = r"""
+#include <immintrin.h>
+namespace everybit_loops {
+#ifdef CPU_CAPABILITY_AVX512
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Unsigned __attribute__((vector_size(4 * LANES)));
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef int16_t Pairs __attribute__((vector_size(4 * LANES)));
+#define INLINE static inline __attribute__((always_inline))
+template <class Vector, class T> INLINE Vector load(const T* from) { Vector x; memcpy(&x, from, sizeof x); return x; }
+INLINE Ints logical(Ints x, int by) { return __builtin_bit_cast(Ints, __builtin_bit_cast(Unsigned, x) >> (uint32_t)by); }
+INLINE Floats root(Floats x) {
+  return __builtin_bit_cast(Floats, __builtin_bit_cast(at::vec::Vectorized<float>, x).sqrt());
+}
+INLINE Floats greater(Floats x, Floats y) {
+  typedef at::vec::Vectorized<float> Class;
+  return __builtin_bit_cast(Floats, at::vec::maximum(__builtin_bit_cast(Class, x), __builtin_bit_cast(Class, y)));
+}
+INLINE Ints counting() { Ints x; for (int lane = 0; lane < LANES; lane++) x[lane] = lane; return x; }
+#ifdef CPU_CAPABILITY_AVX512
+INLINE Ints wide(Halves x) { return __builtin_bit_cast(Ints, _mm512_cvtepi16_epi32(__builtin_bit_cast(__m256i, x))); }
+INLINE Ints wide(Bytes x) { return __builtin_bit_cast(Ints, _mm512_cvtepi8_epi32(__builtin_bit_cast(__m128i, x))); }
+INLINE Floats number(Halves x) {
+  return __builtin_bit_cast(Floats, _mm512_slli_epi32(_mm512_cvtepu16_epi32(__builtin_bit_cast(__m256i, x)), 16));
+}
+INLINE Halves lower(Ints x) { return __builtin_bit_cast(Halves, _mm512_cvtepi32_epi16(__builtin_bit_cast(__m512i, x))); }
+INLINE Bytes lowest(Ints x) { return __builtin_bit_cast(Bytes, _mm512_cvtepi32_epi8(__builtin_bit_cast(__m512i, x))); }
+INLINE Halves upper(Ints x) {
+  Pairs all = __builtin_bit_cast(Pairs, x);
+  return __builtin_shufflevector(all, all, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+#else
+INLINE Ints wide(Halves x) { return __builtin_bit_cast(Ints, _mm256_cvtepi16_epi32(__builtin_bit_cast(__m128i, x))); }
+INLINE Ints wide(Bytes x) {
+  return __builtin_bit_cast(Ints, _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(int64_t, x))));
+}
+INLINE Floats number(Halves x) {
+  return __builtin_bit_cast(Floats, _mm256_slli_epi32(_mm256_cvtepu16_epi32(__builtin_bit_cast(__m128i, x)), 16));
+}
+INLINE __m128i picked(Ints x, __m256i which) {
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_shuffle_epi8(__builtin_bit_cast(__m256i, x), which), 8));
+}
+INLINE Halves lower(Ints x) {
+  return __builtin_bit_cast(Halves, picked(x, _mm256_setr_epi8(
+    0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1)));
+}
+INLINE Halves upper(Ints x) {
+  return __builtin_bit_cast(Halves, picked(x, _mm256_setr_epi8(
+    2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1, 2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1)));
+}
+INLINE Bytes lowest(Ints x) {
+  __m256i both = _mm256_shuffle_epi8(__builtin_bit_cast(__m256i, x), _mm256_setr_epi8(
+    0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+  __m128i one = _mm_unpacklo_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  return __builtin_bit_cast(Bytes, (int64_t)_mm_cvtsi128_si64(one));
+}
+#endif
+}
+"""
+
+_REGION = re.compile(
+    r"(?P<head>.*)#pragma omp parallel(?P<clauses>[^\n]*)\n"
+    r"\s*\{\n\s*int tid = omp_get_thread_num\(\);\n\s*\{\n\s*#pragma omp for[^\n]*\n"
+    r"\s*for\(int64_t x0=static_cast<int64_t>\(0L\); x0<static_cast<int64_t>\((?P<length>\w+)\);"
+    r" x0\+=static_cast<int64_t>\((?P<lanes>\d+)L\)\)\n"
+    r"\s*\{\n\s*\{\n\s*if\(C10_LIKELY[^\n]*\n\s*\{\n(?P<body>.*?)\n\s*\}\n"
+    r"\s*if\(C10_UNLIKELY[^\n]*\n(?P<tail>\s*\{\n.*?\n\s*\}\n)\s*\}\n\s*\}\n(?P<rest>.*)",
+    re.DOTALL,
+)
+"""A parallel region with one loop over a dynamic length: a body for whole vectors, and one for the last few elements."""
+
+_PART_LOAD = re.compile(
+    r"\[&\]\(\) \{ typedef char __attribute__\(\(vector_size\((\d+)\)\)\) Part; .*?memcpy\(&part, (\w+) \+ .*\}\(\)"
+)
+_NARROWED = re.compile(r"\[&\]\(\) \{ typedef int16_t .*?auto all = __builtin_bit_cast\(Halves, (\w+)\).*\}\(\)")
+_WIDENED = re.compile(r"\[&\]\(\) \{ typedef int16_t .*?__builtin_bit_cast\(Room, (\w+)\).*\}\(\)")
+_CLASSES = {
+    "at::vec::Vectorized<int32_t>": "Ints",
+    "at::vec::Vectorized<float>": "Floats",
+    "at::vec::Vectorized<at::BFloat16>": "Halves",
+    "at::vec::Vectorized<int16_t>": "Halves",
+    "at::vec::Vectorized<int8_t>": "Bytes",
+    "static_cast<int64_t>": "",
+    "at::vec::": "",
+    "__builtin_bit_cast": "bits",
+}
+
+
+class _UnknownError(Exception):
+    """A statement that no rule knows, or code of another shape."""
+
+
+@dataclass
+class _Loop:
+    """A translation of the body of a loop.
+
+    Attributes:
+        lanes: Elements of a vector.
+        before: Statements that come before the loop.
+        body: Statements of the loop.
+        kinds: The type of each translated value.
+        names: Values that go by another's name, since a reinterpretation between them is none here.
+        literals: Constants, by value; and vectors of one constant.
+        scalars: Vectors of one scalar, and the scalar.
+        shifted: Values that are others shifted to the right, and by how much.
+        negated: Masks that were made into integers 0 and 1, or their negatives, and the mask.
+        choices: Masks that are one scalar everywhere.
+        compared: Masks that compare a vector that counts with a scalar: the vector and the limit.
+    """
+
+    lanes: int
+    before: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    literals: dict[str, str] = field(default_factory=dict)
+    scalars: dict[str, str] = field(default_factory=dict)
+    shifted: dict[str, tuple[str, int]] = field(default_factory=dict)
+    negated: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
+    compared: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def name(self, value: str) -> str:
+        return self.names.get(value, value)
+
+    def put(self, value: str, kind: str, expression: str, *, before: bool = False) -> None:
+        self.kinds[value] = kind
+        (self.before if before else self.body).append(f"{kind} {value} = {expression};")
+
+    def same(self, value: str, other: str, kind: str) -> None:
+        self.names[value], self.kinds[value] = self.name(other), kind
+
+    # -- rules: each has the value's name, and the groups of its pattern ------------------------------------------------------------
+
+    def element(self, value: str, pointer: str, index: str) -> None:
+        self.before.append(f"auto {value} = {pointer}[{index}];")
+        self.kinds[value] = "scalar"
+
+    def part(self, value: str, size: str, pointer: str) -> None:
+        kind = {2 * self.lanes: "Halves", self.lanes: "Bytes"}.get(int(size))
+        if kind is None:
+            raise _UnknownError(size)
+        self.put(value, kind, f"load<{kind}>({pointer} + x0)")
+
+    def loaded(self, value: str, kind: str, pointer: str) -> None:
+        self.put(value, kind, f"load<{kind}>({pointer} + x0)")
+
+    def constant(self, value: str, of: str, text: str) -> None:  # noqa: ARG002  # the type comes with the vector
+        self.literals[value] = text
+
+    def infinity(self, value: str) -> None:
+        self.literals[value] = "__builtin_inff()"
+
+    def place(self, value: str, of: str = "") -> None:
+        if of and self.kinds.get(of) != "place":
+            raise _UnknownError(of)
+        self.kinds[value] = "place"
+
+    def splat(self, value: str, kind: str, of: str) -> None:
+        if of in self.literals:
+            self.literals[value] = self.literals[of]
+            self.put(
+                value,
+                kind,
+                f"{kind}{{}} + ({'float' if kind == 'Floats' else 'int32_t'})({self.literals[of]})",
+                before=True,
+            )
+        elif self.kinds.get(of) == "place" and kind == "Ints":
+            self.put(value, kind, "Ints{} + (int32_t)x0")
+        elif self.kinds.get(of) == "scalar":
+            self.scalars[value] = of
+            self.put(value, kind, f"{kind}{{}} + {of}", before=True)
+        else:
+            raise _UnknownError(of)
+
+    def count(self, value: str, of: str) -> None:
+        if self.kinds.get(of) != "place":
+            raise _UnknownError(of)
+        self.before.append(f"Ints lane_{value} = counting();")
+        self.put(value, "Ints", f"(Ints{{}} + (int32_t)x0) + lane_{value}")
+
+    def reinterpreted(self, value: str, kind: str, of: str) -> None:
+        if self.kinds[self.name(of)] == kind:
+            self.same(value, of, kind)
+        else:
+            self.put(value, kind, f"__builtin_bit_cast({kind}, {self.name(of)})")
+
+    def to_float(self, value: str, of: str) -> None:
+        self.require(of, "Halves")
+        self.put(value, "Floats", f"number({self.name(of)})")
+
+    def widened(self, value: str, of: str) -> None:
+        self.put(value, "Ints", f"wide({self.name(of)})")
+
+    def narrowed(self, value: str, of: str) -> None:
+        source = self.name(of)
+        if source in self.shifted and self.shifted[source][1] == 16:
+            self.put(value, "Halves", f"upper({self.shifted[source][0]})")
+        else:
+            self.put(value, "Halves", f"lower({source})")
+
+    def to_bytes(self, value: str, of: str) -> None:
+        self.require(of, "Ints")
+        self.put(value, "Bytes", f"lowest({self.name(of)})")
+
+    def chosen(self, value: str, scalar: str) -> None:
+        if self.kinds.get(scalar) != "scalar":
+            raise _UnknownError(scalar)
+        self.choices[value], self.kinds[value] = scalar, "choice"
+
+    def mask(self, value: str, left: str, operator: str, right: str) -> None:
+        if operator == ">=" and right in self.scalars:
+            self.compared[value] = left, right
+        self.put(value, "Ints", f"({self.name(left)} {operator} {self.name(right)})")
+
+    def as_number(self, value: str, mask: str) -> None:
+        self.negated[value], self.kinds[value] = self.name(mask), "negated"
+
+    def cast_mask(self, value: str, mask: str) -> None:
+        if mask in self.choices:
+            raise _UnknownError(mask)
+        self.same(value, mask, "Ints")
+
+    def negative(self, value: str, of: str) -> None:
+        if of in self.negated:  # the integer -1 has all bits of a mask
+            self.same(value, self.negated[of], "Ints")
+            self.negated[value] = self.negated[of]
+        else:
+            self.require(of, "Floats")
+            self.put(value, "Floats", f"-{self.name(of)}")
+
+    def magnitude(self, value: str, of: str) -> None:
+        self.require(of, "Floats")
+        cleared = f"__builtin_bit_cast(Ints, {self.name(of)}) & 0x7fffffff"
+        self.put(value, "Floats", f"__builtin_bit_cast(Floats, {cleared})")
+
+    def square_root(self, value: str, of: str) -> None:
+        self.put(value, "Floats", f"root({self.name(of)})")
+
+    def maximum(self, value: str, left: str, right: str) -> None:
+        self.put(value, "Floats", f"greater({self.name(left)}, {self.name(right)})")
+
+    def blend(self, value: str, otherwise: str, then: str, mask: str, of: str) -> None:
+        kind = "Ints" if of == "int32_t" else "Floats"
+        no, yes, where = map(self.name, (otherwise, then, mask))
+        if mask in self.choices:
+            self.put(value, kind, f"{self.choices[mask]} ? {yes} : {no}")
+        elif mask in self.compared and kind == "Ints":
+            # Places are all below the limit, but in one vector: a branch that is foreseen.
+            _, limit = self.compared[mask]
+            self.put(
+                value,
+                kind,
+                f"__builtin_expect(x0 + LANES <= {self.scalars[limit]}, 1) ? {no} : ({where} ? {yes} : {no})",
+            )
+        else:
+            self.put(value, kind, f"{where} ? {yes} : {no}")
+
+    def shift(self, value: str, of: str, operator: str, by: str) -> None:
+        source, count = self.name(of), int(self.literals[by])
+        if operator == ">>":
+            self.shifted[value] = source, count
+        self.put(value, "Ints", f"{source} {operator} {count}")
+
+    def both(self, value: str, left: str, right: str) -> None:
+        if right in self.negated:
+            left, right = right, left
+        if left in self.negated:
+            self.put(value, "Ints", f"{self.negated[left]} ? {self.name(right)} : Ints{{}}")
+        elif left in self.shifted and self.literals.get(right) == str((1 << (32 - self.shifted[left][1])) - 1):
+            self.put(value, "Ints", f"logical({self.shifted[left][0]}, {self.shifted[left][1]})")
+        else:
+            self.put(value, "Ints", f"{self.name(left)} & {self.name(right)}")
+
+    def arithmetic(self, value: str, left: str, operator: str, right: str) -> None:
+        kind = self.kinds[self.name(left)]
+        if kind not in ("Ints", "Floats") or kind != self.kinds[self.name(right)]:
+            raise _UnknownError(value)
+        self.put(value, kind, f"{self.name(left)} {operator} {self.name(right)}")
+
+    def stored(self, pointer: str, value: str) -> None:
+        self.body.append(f"memcpy({pointer} + x0, &{self.name(value)}, sizeof {self.name(value)});")
+
+    def require(self, value: str, kind: str) -> None:
+        if self.kinds.get(self.name(value)) != kind:
+            raise _UnknownError(value)
+
+
+_TMP = r"(tmp\d+)"
+RULES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
+    (re.compile(pattern), method)
+    for pattern, method in (
+        (r"((?:in|out)_ptr\d+)\[\((\d+)L\)\]", _Loop.element),
+        (r"PART(\d+) (\w+)", _Loop.part),
+        (r"(Floats|Bytes)::loadu\((\w+) \+ .*\)", _Loop.loaded),
+        (r"static_cast<(int32_t|float)>\((.*)\)", _Loop.constant),
+        (r"std::numeric_limits<float>::infinity\(\)", _Loop.infinity),
+        (r"x0", _Loop.place),
+        (rf"c10::convert<int32_t>\({_TMP}\)", _Loop.place),
+        (rf"(Ints|Floats)\({_TMP}\)", _Loop.splat),
+        (rf"Ints\({_TMP}\) \+ Ints::arange\(0, 1\)", _Loop.count),
+        (rf"bits\((Ints|Floats|Halves), {_TMP}\)", _Loop.reinterpreted),
+        (rf"convert<float>\({_TMP}\)", _Loop.to_float),
+        (rf"convert<int32_t>\({_TMP}\)", _Loop.widened),
+        (rf"convert<int8_t>\({_TMP}\)", _Loop.to_bytes),
+        (rf"WIDENED {_TMP}", _Loop.widened),
+        (rf"NARROWED {_TMP}", _Loop.narrowed),
+        (rf"VecMask<float,1>::from\({_TMP}\)", _Loop.chosen),
+        (rf"VecMask<\w+,1>\({_TMP} (==|!=|<|<=|>|>=) {_TMP}\)", _Loop.mask),
+        (rf"Ints\(0\) - static_cast<Ints>\({_TMP}\.template cast<int32_t, 1>\(\)\)", _Loop.as_number),
+        (rf"{_TMP}\.template cast<\w+,\s*1>\(\)", _Loop.cast_mask),
+        (rf"{_TMP}\.neg\(\)", _Loop.negative),
+        (rf"{_TMP}\.abs\(\)", _Loop.magnitude),
+        (rf"{_TMP}\.sqrt\(\)", _Loop.square_root),
+        (rf"maximum\({_TMP}, {_TMP}\)", _Loop.maximum),
+        (rf"decltype\(tmp\d+\)::blendv\({_TMP}, {_TMP}, {_TMP}\.template cast<(\w+),1>\(\)\)", _Loop.blend),
+        (rf"{_TMP} (>>|<<) {_TMP}", _Loop.shift),
+        (rf"{_TMP} & {_TMP}", _Loop.both),
+        (rf"{_TMP} (\||\^|\+|-|\*|/) {_TMP}", _Loop.arithmetic),
+    )
+]
+"""Expressions of Inductor's, by pattern, and the methods that translate them."""
+
+_STATEMENT = re.compile(r"auto (tmp\d+) = (.*);")
+_STORES = (
+    re.compile(rf"{_TMP}\.store\((?P<pointer>\w+) \+ \(x0\)\);"),
+    re.compile(rf"std::memcpy\((?P<pointer>\w+) \+ \(x0\), &{_TMP}, \d+\);"),
+)
+
+
+def translated(body: str, lanes: int) -> _Loop:
+    """Translate the statements of a loop's body.
+
+    Raises:
+        Exception: A statement that no rule knows.
+    """
+    loop = _Loop(lanes)
+    for line in filter(None, map(str.strip, body.split("\n"))):
+        text = _PART_LOAD.sub(r"PART\1 \2", line)
+        text = _WIDENED.sub(r"WIDENED \1", _NARROWED.sub(r"NARROWED \1", text))
+        for theirs, ours in _CLASSES.items():
+            text = text.replace(theirs, ours)
+        if (found := _STATEMENT.fullmatch(text)) is None:
+            store = next((match for one in _STORES if (match := one.fullmatch(text))), None)
+            if store is None:
+                raise _UnknownError(line)
+            loop.stored(store["pointer"], store[1] if store[1].startswith("tmp") else store[2])
+            continue
+        value, expression = found.groups()
+        for pattern, method in RULES:
+            if (match := pattern.fullmatch(expression)) is not None:
+                method(loop, value, *match.groups())
+                break
+        else:
+            raise _UnknownError(line)
+    return loop
+
+
+def rewritten(source: str) -> str:
+    """Return the C++ of a kernel with its loop in vector types; as it is, if its shape or a statement is not known."""
+    found = _REGION.fullmatch(source)
+    if found is None or source.count("#pragma omp for") != 1 or 'extern "C"' not in found["head"]:
+        return source
+    length, lanes, body = found["length"], int(found["lanes"]), found["body"]
+    try:
+        loop = translated(body, lanes)
+    except Exception:  # of another form than the rules know: a name that is missing, a number that is none
+        return source
+    pointers = ", ".join(sorted(set(re.findall(r"\b(?:in|out)_ptr\d+\b", body))))
+    indent = "\n        "
+    head = found["head"].replace('extern "C"', NAMESPACE + 'extern "C"', 1)
+    return f"""{head}#pragma omp parallel{found["clauses"]} firstprivate({pointers}, {length})
+    {{
+        using namespace everybit_loops;
+        int tid = omp_get_thread_num();
+        {{
+        {indent.join(loop.before)}
+        const int64_t whole = {length} / {lanes} * {lanes};
+        #pragma omp for nowait
+        for (int64_t x0 = 0; x0 < whole; x0 += {lanes})
+        {{{indent}{indent.join(loop.body)}
+        }}
+        if (whole < {length} && tid == omp_get_num_threads() - 1)
+        {{
+            const int64_t x0 = whole;
+{found["tail"]}
+        }}
+{_barrier(found["rest"])}{found["rest"]}"""
+
+
+def _barrier(rest: str) -> str:
+    """A barrier, if something of the parallel region stands behind the loop: all threads have then read what it may write."""
+    return "" if re.match(r"\s*\}\n\s*\}\n", rest) else "        #pragma omp barrier\n"

@@ -1,0 +1,144 @@
+"""Loops of compiled steps in the compiler's own vector types have uncompiled bits: every policy, length and kind of number."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.policies import PolicyName
+from everybit_torch.segments import Segment, Steps
+from everybit_torch.torch_internals import cpp_loops
+
+LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 255, 1000, 4099, 70_001, 131_072)
+SPECIAL = (
+    0.0,
+    -0.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    1e-45,
+    -1e-40,
+    1.1754944e-38,
+    3.4e38,
+    -3.4e38,
+    1.0,
+    65504.0,
+    2.0**-24,
+)
+ALWAYS: tuple[PolicyName, ...] = ("EXACT_BF16", "LEAN_BF16")
+OTHERS: tuple[PolicyName, ...] = ("FP32", "MIXED_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "PURE_BF16")
+POLICIES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
+
+
+def numbers(length: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Normal numbers of many magnitudes, with special ones in between."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(length, generator=generator) * 2.0 ** torch.randint(-30, 10, (length,), generator=generator)
+    where = torch.arange(0, length, 5)
+    x[where] = torch.tensor(SPECIAL)[(where + seed) % len(SPECIAL)]
+    return x.to(dtype)
+
+
+@pytest.fixture
+def rewritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether the loops that are compiled were written anew; torch's cache of code is not read."""
+    told: list[bool] = []
+    function = cpp_loops.rewritten
+
+    def noted(source: str) -> str:
+        found = function(source)
+        if "#pragma omp for" in source:
+            told.append(found != source)
+        return found
+
+    monkeypatch.setattr(cpp_loops, "rewritten", noted)
+    torch._dynamo.reset()
+    config: Any = import_module("torch._inductor.config")
+    with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+        yield told
+
+
+def factory(learning_rate: float) -> eb.Transform[Any]:
+    return eb.adamw(learning_rate, weight_decay=0.1)
+
+
+def steps(policy: PolicyName, *, compile: bool) -> list[Tensor]:
+    """Weights and state after three steps of vectors of all lengths, by one code."""
+    dtype = torch.float32 if policy == "FP32" else torch.bfloat16
+    optimizer = eb.with_policy(factory(1e-2), policy, seed=5, unsafe="allow")
+    own = Steps(factory, eb.policies.PRESETS[policy], seed=5, compile=compile)
+    own.follow({"learning_rate": 1e-2})
+    held: list[Tensor] = []
+    for length in LENGTHS:
+        segment = Segment.new(optimizer, numbers(length, length, dtype), 1000 * length)
+        for step in range(3):
+            own.step(segment, numbers(length, 1000 * step + length, dtype))
+        held += [segment.tensor, *(x for _, x in segment.entries())]
+    return held
+
+
+def bits(x: Tensor) -> Tensor:
+    """Bits; all NaN are one."""
+    if not x.is_floating_point():
+        return x
+    return torch.where(x.isnan(), torch.nan, x).reshape(-1).view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loop_in_vector_types_has_the_bits_of_an_uncompiled_step(policy: PolicyName, rewritten: list[bool]) -> None:
+    compiled, eager = steps(policy, compile=True), steps(policy, compile=False)
+    assert rewritten
+    assert all(rewritten)
+    for number, (x, y) in enumerate(zip(compiled, eager, strict=True)):
+        assert torch.equal(bits(x), bits(y)), (number, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["LEAN_BF16", "TIGHT_BF16", "KAHAN_BF16", "EXACT_BF16"])
+def test_vectors_of_avx2_have_the_same_bits(policy: PolicyName) -> None:
+    """In a process of its own: torch finds out once which instructions there are."""
+    code = (
+        "import torch._inductor.config as c; c.cpp.simdlen = 256; c.fx_graph_cache = False\n"
+        "from everybit_torch.torch_internals import cpp_loops\n"
+        "told, function = [], cpp_loops.rewritten\n"
+        "def noted(s):\n    r = function(s); told.append(r != s) if '#pragma omp for' in s else None; return r\n"
+        "cpp_loops.rewritten = noted\n"
+        "import torch; from tests.torch.test_loops import steps, bits\n"
+        f"a, b = steps({policy!r}, compile=True), steps({policy!r}, compile=False)\n"
+        "assert told and all(told), told\n"
+        "assert all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))\n"
+    )
+    environment = {**os.environ, "TORCHINDUCTOR_CPP_MARCH": "haswell", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_code_that_is_not_known_stays_as_it_is() -> None:
+    assert cpp_loops.rewritten("int main() {}") == "int main() {}"
+    with pytest.raises(Exception, match="tmp9"):
+        cpp_loops.translated("auto tmp9 = at::vec::tan(tmp1);", 16)
+
+
+def test_cached_code_of_another_version_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of torch's cache has the files by which the code was written."""
+    module: Any = import_module("everybit_torch.torch_internals.scalars_first")
+    hashed: list[str] = []
+
+    def noted(files: tuple[str, ...]) -> bytes:
+        hashed.extend(files)
+        return b""
+
+    monkeypatch.setattr(module, "get_hash_for_files", noted)
+    module.ScalarsFirst().uuid()
+    assert {cpp_loops.__file__, module.__file__, module.cpp_vectors.__file__} <= set(hashed)

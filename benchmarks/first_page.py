@@ -12,6 +12,7 @@ from typing import Any
 
 import live_objects
 from pages import insert, origin, table
+from torch_step import LONG, POLICIES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -101,6 +102,17 @@ def step_table() -> str:
     return table(["", *heads], rows) + "".join(map(origin, machines))
 
 
+def policies_table() -> str:
+    """Return the table of all policies in ``docs/speed.md``."""
+    results = (("AVX512", "torch-step-cpu.json"), ("AVX2", "torch-step-cpu-avx2.json"))
+    of = {width: _ratios(name) for width, name in results}
+    rows = [
+        [f"`{policy}`", *(f"{of[width][model, policy]['ratio']:.2f}" for model in LONG for width, _ in results)]
+        for policy in POLICIES
+    ]
+    return table(["", *(f"{model}, {width}" for model in LONG for width, _ in results)], rows)
+
+
 def objects_table() -> str:
     """Return the table of live objects on the page of FSDP2."""
     return live_objects.table(_read("live-objects.json"))
@@ -127,6 +139,7 @@ BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
     (README, "speed"): speed_table,
     (README, "peers"): peers_table,
     (SPEED, "step"): step_table,
+    (SPEED, "policies"): policies_table,
     (FSDP2, "live objects"): objects_table,
     (COMPARE, "demo"): demo_table,
 }

@@ -1,6 +1,8 @@
 """Time of a step of ``everybit_torch.AdamW``, compiled or not, over torch's fused AdamW of float32, for few long and many short tensors.
 
     python benchmarks/torch_step.py --threads 2 --out benchmarks/results/torch-step-cpu.json
+    TORCHINDUCTOR_CPP_MARCH=haswell ATEN_CPU_CAPABILITY=avx2 python benchmarks/torch_step.py --threads 2 --simdlen 256 \
+        --out benchmarks/results/torch-step-cpu-avx2.json                    # as on a processor with AVX2
 
 Both step in one process, in an order that is drawn anew each time, and the medians are compared. What a step of the other has left in the
 caches is then the same for both.
@@ -9,6 +11,7 @@ caches is then the same for both.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
 import statistics
@@ -38,6 +41,12 @@ MODELS: dict[str, Shapes] = {
 }
 
 
+POLICIES = ("FP32", "LEAN_BF16", "EXACT_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16")
+"""The first two are measured on all models, and all of them on :data:`LONG`."""
+
+LONG = ("a Llama layer / 4", "20M in one tensor")
+
+
 def measured(shapes: Shapes, policy: eb.Policy, steps: int, *, compile: bool = True) -> dict[str, float]:
     """Milliseconds of a step of both, the ratio, and seconds of our first step."""
     dtype = torch.float32 if policy is eb.policies.FP32 else torch.bfloat16
@@ -61,17 +70,20 @@ def measured(shapes: Shapes, policy: eb.Policy, steps: int, *, compile: bool = T
 
 
 def main() -> None:
-    """Measure all models under FP32 and LEAN_BF16."""
+    """Measure all models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--uncompiled", action="store_true")
+    parser.add_argument("--simdlen", type=int)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    if given.simdlen is not None:
+        importlib.import_module("torch._inductor.config").cpp.simdlen = given.simdlen
     rows = []
     for name, shapes in MODELS.items():
-        for policy in ("FP32", "LEAN_BF16"):
+        for policy in POLICIES if name in LONG else POLICIES[:2]:
             row = measured(shapes, eb.policies.PRESETS[policy], given.steps, compile=not given.uncompiled)
             print(
                 f"{name}, {policy}: {row['ratio']:.2f} of {row['torch']:.2f} ms, first step {row['first']:.1f} s",

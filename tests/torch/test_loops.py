@@ -34,8 +34,16 @@ SPECIAL = (
     65504.0,
     2.0**-24,
 )
-ALWAYS: tuple[PolicyName, ...] = ("EXACT_BF16", "LEAN_BF16")
-OTHERS: tuple[PolicyName, ...] = ("FP32", "MIXED_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "PURE_BF16")
+ALWAYS: tuple[PolicyName, ...] = ("LEAN_BF16",)
+OTHERS: tuple[PolicyName, ...] = (
+    "FP32",
+    "MIXED_BF16",
+    "EXACT_BF16",
+    "KAHAN_BF16",
+    "TIGHT_BF16",
+    "FLOOR_BF16",
+    "PURE_BF16",
+)
 POLICIES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
 
 

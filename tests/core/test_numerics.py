@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.base import barriers
 from tests.support.float_patterns import assert_same_bits
 
 FIVE_SIGMA = 5.0
@@ -468,3 +469,13 @@ def test_metrics_tell_lost_updates_from_late_and_from_lucky_ones() -> None:
     meant = -(2.0**-12) * grads.double().numpy()
     assert float(state.metrics.lost) == np.count_nonzero((went == 0) & (meant != 0))
     assert float(state.metrics.edq) == (went @ meant) / (meant @ meant)
+
+
+@pytest.mark.parametrize("length", [7, 33, 1000, 4001, 100_000])
+def test_a_sum_of_squares_does_not_depend_on_where_its_elements_lie(length: int) -> None:
+    """A library that adds up by aligned vectors (MKL on AMD's processors) has other last bits at other addresses."""
+    x, room = torch.randn(length, dtype=torch.float64), torch.empty(length + 16, dtype=torch.float64)
+    found = set()
+    for offset in range(16):
+        found.add(float(barriers.sum_of_squares(room[offset : offset + length].copy_(x))))
+    assert len(found) == 1

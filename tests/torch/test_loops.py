@@ -34,7 +34,6 @@ SPECIAL = (
     65504.0,
     2.0**-24,
 )
-ALWAYS: tuple[PolicyName, ...] = ("LEAN_BF16",)
 OTHERS: tuple[PolicyName, ...] = (
     "FP32",
     "MIXED_BF16",
@@ -44,7 +43,11 @@ OTHERS: tuple[PolicyName, ...] = (
     "FLOOR_BF16",
     "PURE_BF16",
 )
-POLICIES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
+# Every day, tests/torch/test_compiling.py compares one length.
+POLICIES = [
+    pytest.param("LEAN_BF16", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS),
+]
 
 
 def numbers(length: int, seed: int, dtype: torch.dtype) -> Tensor:

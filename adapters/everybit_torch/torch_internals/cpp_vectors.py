@@ -122,7 +122,8 @@ def _arrange() -> list[Callable[[], None]]:
         return None if computes_in_float32 else dtype, computes_in_float32
 
     def codegen_group(self: Any, *args: Any, **kwargs: Any) -> str:
-        return cpp_loops.rewritten(written(self, *args, **kwargs))
+        source: Any = written(self, *args, **kwargs)
+        return cpp_loops.rewritten(source)
 
     overrides.to_dtype_bitcast = staticmethod(reinterpret)  # type: ignore[union-attr]
     overrides.to_dtype = staticmethod(to_dtype)  # type: ignore[union-attr]

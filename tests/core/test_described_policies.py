@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,3 +90,18 @@ def test_a_dtype_has_one_name_and_others_are_accepted_for_it(spelling: Any) -> N
     )
     assert eb.Master(given, value=spelling) == eb.Master("float32", value="bfloat16")
     assert eb.Split(8, value=spelling) == eb.Split(8, value="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: eb.Kahan(residual=None), r"Kahan\.residual"),  # type: ignore[arg-type]
+        (lambda: eb.Master(None), r"Master\.dtype"),  # type: ignore[arg-type]
+        (lambda: eb.Blockwise(scale=None), r"Blockwise\.scale"),  # type: ignore[arg-type]
+        (lambda: eb.Policy(compute=None), r"Policy\.compute"),  # type: ignore[arg-type]
+        (lambda: eb.Grads(reduce=None), r"Grads\.reduce"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_dtype_that_has_to_be_named_is_not_none(make: Callable[[], object], field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}: got None"):
+        make()

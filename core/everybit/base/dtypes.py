@@ -57,13 +57,13 @@ def spelled(value: Any) -> Any:
 
 
 def settle_dtype(owner: object, name: str, accepted: tuple[str, ...], *, field: str) -> None:
-    """Let a field of a frozen dataclass hold the one name of a dtype, however it was spelled; None stays.
+    """Let a field of a frozen dataclass hold the one name of a dtype, however it was spelled.
 
     Raises:
         ValueError: It is none of the accepted dtypes; the message names ``field``.
     """
     value = getattr(owner, name)
-    if value is None or value in accepted:
+    if value in accepted:
         return
     own = spelled(value)
     if own not in accepted:

@@ -153,3 +153,24 @@ def test_cached_code_of_another_version_is_not_taken(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "get_hash_for_files", noted)
     module.ScalarsFirst().uuid()
     assert {cpp_loops.__file__, module.__file__, module.cpp_vectors.__file__} <= set(hashed)
+
+
+@pytest.mark.parametrize("is_place", [True, False])
+def test_only_places_are_compared_with_a_limit_before_each_element_is(is_place: bool) -> None:
+    vector = "at::vec::Vectorized<int32_t>"
+    places = f"auto tmp2 = c10::convert<int32_t>(tmp1);\nauto tmp3 = {vector}(tmp2) + {vector}::arange(0, 1);\n"
+    data = (
+        "auto tmp2 = at::vec::Vectorized<float>::loadu(in_ptr1 + static_cast<int64_t>(x0), static_cast<int64_t>(16));\n"
+        f"auto tmp3 = __builtin_bit_cast({vector}, tmp2);\n"
+    )
+    loop = cpp_loops.translated(
+        "auto tmp0 = in_ptr0[static_cast<int64_t>(0L)];\nauto tmp1 = x0;\n"
+        + (places if is_place else data)
+        + f"auto tmp4 = {vector}(tmp0);\nauto tmp5 = at::vec::VecMask<int32_t,1>(tmp3 >= tmp4);\n"
+        "auto tmp6 = decltype(tmp3)::blendv(tmp3, tmp4, tmp5.template cast<int32_t,1>());",
+        16,
+    )
+    foreseen = "__builtin_expect(x0 + LANES <= tmp0, 1) ? tmp3 : " if is_place else ""
+    assert (
+        loop.body[-1] == f"Ints tmp6 = {foreseen}{'(' if is_place else ''}tmp5 ? tmp4 : tmp3{')' if is_place else ''};"
+    )

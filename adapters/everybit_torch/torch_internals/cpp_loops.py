@@ -127,7 +127,8 @@ class _Loop:
         shifted: Values that are others shifted to the right, and by how much.
         negated: Masks that were made into integers 0 and 1, or their negatives, and the mask.
         choices: Masks that are one scalar everywhere.
-        compared: Masks that compare a vector that counts with a scalar: the vector and the limit.
+        counts: Vectors of the places in the whole: x0, x0 + 1, and so on.
+        compared: Masks of the places from a scalar on, and the scalar.
     """
 
     lanes: int
@@ -140,7 +141,8 @@ class _Loop:
     shifted: dict[str, tuple[str, int]] = field(default_factory=dict)
     negated: dict[str, str] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
-    compared: dict[str, tuple[str, str]] = field(default_factory=dict)
+    counts: set[str] = field(default_factory=set)
+    compared: dict[str, str] = field(default_factory=dict)
 
     def name(self, value: str) -> str:
         return self.names.get(value, value)
@@ -198,6 +200,7 @@ class _Loop:
     def count(self, value: str, of: str) -> None:
         if self.kinds.get(of) != "place":
             raise _UnknownError(of)
+        self.counts.add(value)
         self.before.append(f"Ints lane_{value} = counting();")
         self.put(value, "Ints", f"(Ints{{}} + (int32_t)x0) + lane_{value}")
 
@@ -231,8 +234,8 @@ class _Loop:
         self.choices[value], self.kinds[value] = scalar, "choice"
 
     def mask(self, value: str, left: str, operator: str, right: str) -> None:
-        if operator == ">=" and right in self.scalars:
-            self.compared[value] = left, right
+        if operator == ">=" and left in self.counts and right in self.scalars:
+            self.compared[value] = self.scalars[right]
         self.put(value, "Ints", f"({self.name(left)} {operator} {self.name(right)})")
 
     def as_number(self, value: str, mask: str) -> None:
@@ -269,11 +272,10 @@ class _Loop:
             self.put(value, kind, f"{self.choices[mask]} ? {yes} : {no}")
         elif mask in self.compared and kind == "Ints":
             # Places are all below the limit, but in one vector: a branch that is foreseen.
-            _, limit = self.compared[mask]
             self.put(
                 value,
                 kind,
-                f"__builtin_expect(x0 + LANES <= {self.scalars[limit]}, 1) ? {no} : ({where} ? {yes} : {no})",
+                f"__builtin_expect(x0 + LANES <= {self.compared[mask]}, 1) ? {no} : ({where} ? {yes} : {no})",
             )
         else:
             self.put(value, kind, f"{where} ? {yes} : {no}")

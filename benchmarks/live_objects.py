@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import pages
+
 RESULTS = Path(__file__).parent / "results/live-objects.json"
 FIRST, STEPS = 10, 40
 
@@ -66,11 +68,8 @@ CASES: dict[str, tuple[Make, torch.dtype]] = {
 
 def table(found: dict[str, dict[str, int]]) -> str:
     """Return Markdown: a row for each version of torch."""
-    rows = [
-        f"| {version} | " + " | ".join(str(row[name]) for name in CASES) + " |"
-        for version, row in sorted(found.items())
-    ]
-    return "\n".join(["| torch | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 1) + "|", *rows]) + "\n"
+    rows = [[version, *(str(row[name]) for name in CASES)] for version, row in sorted(found.items())]
+    return pages.table(["torch", *CASES], rows)
 
 
 def main() -> None:

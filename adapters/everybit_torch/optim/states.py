@@ -329,9 +329,9 @@ class States(defaultdict[Any, Any]):
         return States, (None, dict(self))
 
 
-def keeps_remainder(states: States, parameter: Tensor) -> bool:
-    """Whether the state of a parameter has a part of its weights."""
-    held = states.get(parameter)
+def keeps_frozen_remainder(states: States, parameter: Tensor) -> bool:
+    """Whether a parameter is frozen, and its state has a part of its weights."""
+    held = None if parameter.requires_grad else states.get(parameter)
     return isinstance(held, ParameterState) and any(name.split(".")[0] == WEIGHTS for name in held.own)
 
 

@@ -27,7 +27,7 @@ from everybit_torch.optim.state_dicts import full_precision
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import FROZEN_REMAINDERS, NOT_SAVED, Saved, copied, names, shown
 from everybit_torch.optim.state_dicts.state_schema import Kind, expectations, require_entry
-from everybit_torch.optim.states import KEPT, is_own_name, keeps_remainder
+from everybit_torch.optim.states import KEPT, is_own_name, keeps_frozen_remainder
 from everybit_torch.torch_internals.dtensors import local
 
 _TORCHS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"})
@@ -243,7 +243,7 @@ def _lacking(front: Front, saved: Saved, own: Mapping[int, object]) -> tuple[str
         listed = given.get(FROZEN_REMAINDERS, ())
         names_of = values.get("param_names") or [f"parameter {place}" for place in range(len(values["params"]))]
         for place, (name, parameter) in enumerate(zip(names_of, values["params"], strict=True)):
-            had = place in listed or (not parameter.requires_grad and keeps_remainder(front.own.states, parameter))
+            had = place in listed or keeps_frozen_remainder(front.own.states, parameter)
             if had and id(parameter) not in own:
                 lacking.append(str(name))
     return tuple(lacking)

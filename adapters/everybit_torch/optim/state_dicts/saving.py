@@ -13,7 +13,7 @@ from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.state_dicts import full_precision
 from everybit_torch.optim.state_dicts.saved_structure import FROZEN_REMAINDERS, NOT_SAVED, copied, is_plain, shown
-from everybit_torch.optim.states import UNUSED, ParameterState, keeps_remainder
+from everybit_torch.optim.states import UNUSED, ParameterState, keeps_frozen_remainder
 from everybit_torch.optim.visits import entries_of
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
@@ -92,11 +92,7 @@ def _packed_groups(front: Front, numbers: Mapping[int, int]) -> list[dict[str, A
             name: value if name not in own.names or is_plain(value) else f"{NOT_SAVED}{type(value).__name__}"
             for name, value in group.items()
         }
-        if frozen := [
-            place
-            for place, p in enumerate(group["params"])
-            if not p.requires_grad and keeps_remainder(front.own.states, p)
-        ]:
+        if frozen := [place for place, p in enumerate(group["params"]) if keeps_frozen_remainder(front.own.states, p)]:
             kept[FROZEN_REMAINDERS] = frozen
         packed.append(kept | {"params": [numbers[id(p)] for p in group["params"]]})
     return packed

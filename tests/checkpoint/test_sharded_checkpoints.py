@@ -142,8 +142,8 @@ def test_a_place_without_a_checkpoint_is_named(tmp_path: Path) -> None:
 def kept(path: Path) -> list[list[str]]:
     _, stepper, _ = make("optim", "FP32")
     seen = []
-    for keep in (None, 1, 1, None, 0):
-        save_sharded(stepper, path, keep=keep)
+    for keep in ({}, {}, {}, {"keep": 1}, {"keep": 1}, {"keep": None}, {"keep": 0}):
+        save_sharded(stepper, path, **keep)
         dist.barrier()
         seen.append(sorted(one.name for one in path.iterdir() if one.is_dir()))
         dist.barrier()
@@ -155,9 +155,11 @@ def test_old_checkpoints_stay_unless_it_is_said_how_many(tmp_path: Path) -> None
         assert seen == [
             ["000001"],
             ["000001", "000002"],
-            ["000002", "000003"],
-            ["000002", "000003", "000004"],
-            ["000005"],
+            ["000001", "000002", "000003"],
+            ["000003", "000004"],
+            ["000004", "000005"],
+            ["000004", "000005", "000006"],
+            ["000007"],
         ]
 
 

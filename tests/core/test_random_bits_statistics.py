@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everybit import Key
-from everybit.base import stream
+from everybit.base import Lane, stream
 from tests.support.float_patterns import key
 
 RISK = 1e-6
@@ -39,10 +39,11 @@ def drawn(key: Key, count: int, lag: int = 0) -> Tensor:
     return replace(key, first=lag).bits(torch.empty(count))
 
 
-def halves(words: Tensor) -> list[Tensor]:
-    """The lower and the upper 16 bits, each as a number of mean 0 and variance 1: the noise that rounding to bfloat16 adds."""
+def noise(words: Tensor) -> list[Tensor]:
+    """The three 16-bit numbers of each word as numbers of mean 0 and variance 1: the noise that rounding to bfloat16 adds."""
     scale = math.sqrt((2.0**32 - 1) / 12)
-    return [((half & 0xFFFF).double() - 32767.5) / scale for half in (words, words >> 16)]
+    drawn = [replace(KEYS[0], lane=Lane(0, index, [words])).bits16(words) for index in (0, 1, 2)]
+    return [((number & 0xFFFF).double() - 32767.5) / scale for number in drawn]
 
 
 def signs(words: Tensor) -> Tensor:
@@ -54,11 +55,11 @@ def signs(words: Tensor) -> Tensor:
 def test_the_rounding_noise_of_elements_any_distance_apart_is_uncorrelated(key: Key) -> None:
     count = 2**20
     lags = POWERS + ODD_LAGS
-    here = halves(drawn(key, count))
-    bound = gaussian_bound(4 * len(lags))
+    here = noise(drawn(key, count))
+    bound = gaussian_bound(9 * len(lags))
     for lag in lags:
         for one in here:
-            for other in halves(drawn(key, count, lag)):
+            for other in noise(drawn(key, count, lag)):
                 # A sum of n products of independent numbers of variance 1 has standard deviation sqrt(n).
                 assert abs(float(one @ other)) / math.sqrt(count) < bound, lag
 
@@ -146,9 +147,9 @@ def test_a_flipped_bit_of_the_stream_flips_every_bit_with_probability_one_half()
 )
 def test_other_steps_seeds_and_streams_round_independently(what: str, other: dict[str, int | Tensor]) -> None:
     count = 2**20
-    here = halves(drawn(KEYS[0], count))
-    there = halves(drawn(replace(KEYS[0], **other), count))  # type: ignore[arg-type]
-    assert all(abs(float(a @ b)) / math.sqrt(count) < gaussian_bound(4 * 21) for a in here for b in there), what
+    here = noise(drawn(KEYS[0], count))
+    there = noise(drawn(replace(KEYS[0], **other), count))  # type: ignore[arg-type]
+    assert all(abs(float(a @ b)) / math.sqrt(count) < gaussian_bound(9 * 21) for a in here for b in there), what
 
 
 def test_seeds_below_a_million_draw_a_million_sequences() -> None:

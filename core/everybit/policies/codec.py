@@ -38,8 +38,8 @@ _ACCEPTED: dict[ComputeDType, dict[torch.dtype, FloatDType]] = {
 }
 """The dtypes of gradients, by that in which they are computed with."""
 
-# The two moments of one optimizer are rounded with the two halves of one word.
-_HALVES: dict[str, Literal[0, 1]] = {"momentum": 0, "variance": 1}
+# The two moments of one optimizer and its weights are rounded with the three numbers of one word.
+_LANES: dict[str, Literal[0, 1, 2]] = {"momentum": 0, "variance": 1, "params": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class Codec:
 
     def keys(self, name: str) -> list[Key]:
         """A key per leaf. Each dtype has streams of its own."""
-        half = _HALVES.get(name)
+        index = _LANES.get(name)
         # Once for each dtype and not for each leaf: names are hashed in Python, which a compiler traces letter by letter.
         models: dict[str, None] = dict.fromkeys(one.model for one in self.formats)
         streams = {model: stream(f"{name}:{model}") for model in models}
-        shared = {} if half is None else {model: stream(f"moments:{model}") for model in models}
+        shared = {} if index is None else {model: stream(f"moments:{model}") for model in models}
         return [
-            Key(self.seed, self.step, streams[kind], first, None if half is None else Lane(shared[kind], half, drawn))
+            Key(self.seed, self.step, streams[kind], first, None if index is None else Lane(shared[kind], index, drawn))
             for (first, kind), drawn in zip(self.numbering, self.drawn, strict=True)
         ]
 

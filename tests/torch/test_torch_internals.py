@@ -68,6 +68,7 @@ USED = [
     ("torch._inductor.codegen.cpp", "VECTORIZABLE_DTYPES", "cpp_vectors"),
     ("torch._inductor.codegen.cpp", "get_loop_body_lowp_fp", "cpp_vectors"),
     ("torch._inductor.codegen.cpp", "KernelGroup.codegen_group", "cpp_vectors"),
+    ("torch._inductor.codecache", "PyCodeCache.load_by_key_path", "kernel_calls"),
     ("torch.distributed.fsdp._fully_shard._fsdp_api", "ReduceScatter", "fsdp"),
     ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "dtensors"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo", "pickles"),

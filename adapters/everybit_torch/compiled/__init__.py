@@ -10,7 +10,7 @@ from everybit_torch.compiled.compilation import (
     may_compile,
     tell_of_small_models,
 )
-from everybit_torch.compiled.direct_calls import DirectFunction
+from everybit_torch.compiled.direct_calls import DirectFunction, is_like
 from everybit_torch.compiled.fused_sums import FusedSums
 from everybit_torch.compiled.traceable_numbers import Factory, fits, is_number
 from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
@@ -28,6 +28,7 @@ __all__ = [
     "compile_step",
     "fits",
     "has_compiler",
+    "is_like",
     "is_number",
     "let_length_vary",
     "may_compile",

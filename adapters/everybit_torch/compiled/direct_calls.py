@@ -21,6 +21,7 @@ import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping import OptimizerState
 from everybit_torch.compiled.compilation import compile_step, is_whole, let_length_vary
+from everybit_torch.torch_internals.kernel_calls import CompiledGraph
 
 R = TypeVar("R")
 
@@ -38,6 +39,7 @@ class _Remembered(NamedTuple):
         tensor: The segment's tensor.
         first: The indices of its elements.
         grad_dtype: The gradient's dtype.
+        state: The tensors of its state.
         rest: The inputs after the gradient, but for the numeric hyperparameters.
         compiled: The code for them.
         places: The number of the input that each argument of the code is.
@@ -46,6 +48,7 @@ class _Remembered(NamedTuple):
     tensor: Tensor
     first: object
     grad_dtype: torch.dtype
+    state: list[Tensor]
     rest: list[Tensor]
     compiled: Compiled
     places: list[int]
@@ -111,23 +114,26 @@ class DirectCalls(_KnownCode):
             segment: The owner of this tensor and this state, with the same tensors of the state at every step.
         """
         (tensor,), (grad,) = tensors, grads
-        inputs = [tensor, grad, *eb.tree.leaves((state, first)), *given.values(), *totals]
+        held = eb.tree.leaves(state)
+        inputs = [tensor, grad, *held, *eb.tree.leaves(first), *given.values(), *totals]
         kind = _kind(inputs)
         known = None if kind is None else self._known.get(kind)
         if known is not None:
             compiled, places = known
             if segment is not None and not totals and not given:
-                self._remembered[segment] = _Remembered(tensor, first, grad.dtype, inputs[2:], compiled, places)
+                self._remembered[segment] = _Remembered(tensor, first, grad.dtype, held, inputs[2:], compiled, places)
             self._began()
-            _call(compiled, places, [*inputs, numbers])()
+            compiled(*_arguments(places, [*inputs, numbers]))
             return
         through_dynamo = partial(self._through_dynamo, tensors, grads, state, numbers, given, first, totals)
         self._learn(kind, [*inputs, numbers], through_dynamo)
 
     def again(
         self, segment: object, tensor: Tensor, grad: Tensor, first: object, numbers: Tensor
-    ) -> Callable[[], object] | None:
+    ) -> Callable[[Tensor], object] | None:
         """Return the call of the code that ran last for a segment, without totals, if only the gradient is another.
+
+        The call takes a gradient of this kind. :class:`KernelCalls` stay valid for other gradients, as long as the inputs are the same.
 
         Args:
             segment: The owner of the tensor and of its state.
@@ -137,9 +143,15 @@ class DirectCalls(_KnownCode):
             numbers: The numeric hyperparameters.
         """
         last = self._remembered.get(segment)
-        if last is None or last.tensor is not tensor or last.first is not first or not _is_like(grad, tensor, last):
+        if last is None or last.tensor is not tensor or last.first is not first or torch.compiler.is_compiling():
             return None
-        return _call(last.compiled, last.places, [tensor, grad, *last.rest, numbers])
+        if not is_like(grad, tensor, last.grad_dtype):
+            return None
+        inputs = [tensor, grad, *last.rest, numbers]
+        kernels = None
+        if isinstance(last.compiled, CompiledGraph):
+            kernels = last.compiled.kernels_for(_arguments(last.places, inputs), grad, [tensor, *last.state])
+        return kernels or (lambda _: last.compiled(*_arguments(last.places, inputs)))
 
 
 class DirectFunction(_KnownCode):
@@ -165,7 +177,8 @@ class DirectFunction(_KnownCode):
         kind = (x.dtype, x.device, x.is_cpu or is_whole(x.numel())) if is_usual and is_plain else None
         known = None if kind is None else self._known.get(kind)
         if known is not None:
-            result: Tensor = _call(*known, [x])()[0]
+            compiled, places = known
+            result: Tensor = compiled(*_arguments(places, [x]))[0]
             return result
         if self._compiled is None:
             self._compiled = compile_step(self._function, self.note)
@@ -174,21 +187,21 @@ class DirectFunction(_KnownCode):
         return self._learn(kind, [x], partial(self._compiled, x))
 
 
-def _call(compiled: Compiled, places: Sequence[int], inputs: Sequence[Tensor]) -> Callable[[], Any]:
-    return partial(compiled, *[inputs[0].numel() if place == _LENGTH else inputs[place] for place in places])
+def _arguments(places: Sequence[int], inputs: Sequence[Tensor]) -> list[Any]:
+    return [inputs[0].numel() if place == _LENGTH else inputs[place] for place in places]
 
 
-def _is_like(grad: Tensor, tensor: Tensor, last: _Remembered) -> bool:
-    """Whether a gradient is of the kind that a segment's last one was."""
+def is_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a gradient is of the kind that a segment's last one was: of that dtype, contiguous, in no memory of the weights."""
+    length = tensor.numel()
     return (
-        grad.dtype is last.grad_dtype
+        grad.dtype is dtype
         and type(grad) is Tensor
         and not grad.requires_grad
-        and grad.shape == tensor.shape
-        and grad.device == tensor.device
+        and grad.numel() == length
         and grad.is_contiguous()
-        and grad.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-        and not torch.compiler.is_compiling()
+        and ((grad.is_cpu and tensor.is_cpu) or grad.device == tensor.device)
+        and abs(grad.data_ptr() - tensor.data_ptr()) >= length * max(grad.itemsize, tensor.itemsize)
     )
 
 

@@ -158,12 +158,17 @@ class Variants(Generic[R]):
         self._told_of_compilation = False
         self._level = logging.WARNING if given == "auto" else logging.INFO
 
-    def follow(self) -> None:
-        """Forget which variants were chosen, because hyperparameters changed."""
-        self._chosen.clear()
+    def follow(self, arguments: Mapping[str, Any]) -> bool:
+        """Forget the variants that are of other hyperparameters than these; return whether there was one."""
+        before, keys = self._chosen, {place: self._key(self._sites[place], arguments) for place in self._chosen}
+        self._chosen = {place: one for place, one in before.items() if one is not None and one.key == keys[place]}
+        return len(self._chosen) < len(before)
 
-    def again(self, inputs: Inputs, numbers: Tensor) -> Callable[[], object] | None:
-        """Return the call of the code that ran last for a segment, if nothing but its gradient and the values of numbers is new."""
+    def again(self, inputs: Inputs, numbers: Tensor) -> Callable[[Tensor], object] | None:
+        """Return the call of the code that ran last for a segment, if nothing but its gradient and the values of numbers is new.
+
+        It takes the gradient; see :meth:`DirectCalls.again`.
+        """
         variant = self._chosen.get(inputs.place())
         direct = None if variant is None or inputs.totals else variant.run
         if not isinstance(direct, DirectCalls):
@@ -248,9 +253,7 @@ class Variants(Generic[R]):
         return self._chosen[place]
 
     def _find(self, site: _Site[R], inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant[R] | None:
-        numbers = tuple(name for name, value in arguments.items() if is_number(value))
-        constant = site.constant.setdefault(frozenset(numbers), set())
-        constant |= {name for name in numbers if not fits(arguments[name])}
+        numbers, constant = self._numbers(site, arguments)
         key = (_constants(arguments, constant), numbers)
         known = next((one for one in site.variants if one.key == key), None)
         if known is not None:
@@ -278,6 +281,17 @@ class Variants(Generic[R]):
         variant.run = variant.make()
         site.variants.append(variant)
         return variant
+
+    def _key(self, site: _Site[R], arguments: Mapping[str, Any]) -> _Key:
+        numbers, constant = self._numbers(site, arguments)
+        return _constants(arguments, constant), numbers
+
+    def _numbers(self, site: _Site[R], arguments: Mapping[str, Any]) -> tuple[tuple[str, ...], set[str]]:
+        """The names of the arguments that are numbers, and of those of them that have to be constants in this place."""
+        numbers = tuple(name for name, value in arguments.items() if is_number(value))
+        constant = site.constant.setdefault(frozenset(numbers), set())
+        constant |= {name for name in numbers if not fits(arguments[name])}
+        return numbers, constant
 
     def _trial(self, inputs: Inputs) -> Callable[[eb.Transform[Any]], object]:
         """A step of tensors without values."""

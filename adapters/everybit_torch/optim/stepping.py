@@ -201,10 +201,12 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
     """
     measured: Metrics | None = None
     mesh = measured_mesh(prepared.parameters) if metrics else None
-    ready = {} if metrics else {id(task): one for task in prepared.tasks if (one := _ready(task)) is not None}
+    is_traced = metrics or torch.compiler.is_compiling()
+    ready = {} if is_traced else {id(task): one for task in prepared.tasks if (one := _ready(task)) is not None}
     for task in prepared.tasks:
         if id(task) in ready:
-            ready[id(task)].call()
+            one = ready[id(task)]
+            one.call(one.grad)
             continue
         if task.stepped.of.segment.is_whole and not task.stepped.of.numel:
             continue  # another rank has the whole tensor
@@ -228,7 +230,8 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
 class _Ready(NamedTuple):
     """The call that steps a segment as it was stepped last, and the count of steps before it."""
 
-    call: Callable[[], object]
+    call: Callable[[Tensor], object]
+    grad: Tensor
     segment: Segment
     before: int | None
 
@@ -240,12 +243,13 @@ def _ready(task: Task) -> _Ready | None:
     made before the first.
     """
     one, segment = task.stepped, task.stepped.of.segment
-    if one.optimizer.reduces or not isinstance(one.of, (Single, Run)) or not one.steps.compiles(segment.tensor.device):
+    if segment.optimizer.reduces or not isinstance(one.of, (Single, Run)):
         return None
     if not all(map(Tensor.is_contiguous, task.grads)):
         return None  # copies, of which one is there at a time
-    call = one.steps.again(segment, task.gather(), one.decision, task.due)
-    return None if call is None else _Ready(call, segment, segment.count.known(segment.state.step))
+    grad = task.grads[0] if isinstance(one.of, Single) else task.gather()
+    call = one.steps.again(segment, grad, one.decision, task.due)
+    return None if call is None else _Ready(call, grad, segment, segment.count.known(segment.state.step))
 
 
 def measured_mesh(parameters: Parameters) -> DeviceMesh | None:

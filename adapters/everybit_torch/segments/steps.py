@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from everybit_torch.compiled import (
     Variants,
     can_compile,
     fits,
+    is_like,
     is_number,
     may_compile,
     tell_of_small_models,
@@ -28,6 +30,7 @@ from everybit_torch.label_resolution import Decision
 from everybit_torch.segments.segment import Segment, step_in_place
 from everybit_torch.segments.totals import Partial, contribution, find_uncompiled
 from everybit_torch.streams import copies_need_no_wait, is_capturing
+from everybit_torch.torch_internals.kernel_calls import KernelCalls
 
 Compile = bool | Literal["auto"]
 
@@ -47,6 +50,22 @@ def require_compile(value: object) -> None:
     """
     if not isinstance(value, bool) and value != "auto":
         raise ValueError(f"compile: got {value!r}; accepted are True, False and 'auto'.")
+
+
+class _Kept(NamedTuple):
+    """The kernels that step a segment, as long as only its gradient is another.
+
+    Attributes:
+        tensor: The segment's tensor.
+        chosen: What masks and labels said, and the work that is due.
+        grad_dtype: The gradient's dtype.
+        kernels: Their calls.
+    """
+
+    tensor: Tensor
+    chosen: tuple[Decision | None, Due]
+    grad_dtype: torch.dtype
+    kernels: KernelCalls
 
 
 class Steps:
@@ -78,10 +97,11 @@ class Steps:
         given = self._number, self._factory, self._seed
         self._steps: Variants[Metrics | None] = Variants(*given, step_in_place, self._compile)
         self._finds: Variants[Partial | None] = Variants(*given, contribution, self._compile)
+        self._kept: WeakKeyDictionary[Segment, _Kept] = WeakKeyDictionary()
         self._in_graphs: list[Tensor] = []  # numbers that captured steps read, and that stay what they are
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name not in ("_steps", "_finds", "_in_graphs")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("_steps", "_finds", "_kept", "_in_graphs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -90,8 +110,9 @@ class Steps:
     def follow(self, arguments: Mapping[str, Any]) -> None:
         """Step with other hyperparameters from here on; segments are given the optimizer of these. Other numbers need no new code."""
         self.arguments = dict(arguments)
-        self._steps.follow()
-        self._finds.follow()
+        self._finds.follow(arguments)
+        if self._steps.follow(arguments):
+            self._kept.clear()
         for device in [*self._numbers]:
             self._fill(device)
 
@@ -140,14 +161,14 @@ class Steps:
 
         if not self._can_compile(segment):
             return uncompiled()
-        before, numbers = segment.count.known(segment.state.step), self._numbers_on(segment.tensor.device)
-        inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics),), returns=metrics)
-        again = self._steps.again(inputs, numbers)
+        before = segment.count.known(segment.state.step)
+        again = None if totals or metrics else self.again(segment, grad, decision, due)
         if again is not None:
-            again()
+            again(grad)
             segment.note_step(before)
             return None
-        measured = self._steps.step(inputs, self.arguments, numbers, uncompiled)
+        inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics),), returns=metrics)
+        measured = self._steps.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)
         if inputs.tensors[0] is not segment.tensor:
             # Autograd does not see that writing to a vector changes the tensor.
             torch.autograd.graph.increment_version([segment.tensor])
@@ -156,15 +177,33 @@ class Steps:
 
     def again(
         self, segment: Segment, grad: Tensor, decision: Decision | None = None, due: Due = ()
-    ) -> Callable[[], object] | None:
+    ) -> Callable[[Tensor], object] | None:
         """Return the call that steps a segment by the code that ran last for it; None: :meth:`step` has to find code.
 
-        The caller notes the step.
+        It takes the gradient. The caller notes the step, and does not trace it.
+
+        Args:
+            segment: The segment.
+            grad: The gradient: in the tensor's shape, or contiguous, with as many elements.
+            decision: The results of masks and labels for the segment.
+            due: The periodic work that is due.
         """
-        if segment.tensor.ndim != 1:
-            return None  # such code goes through Dynamo
-        inputs = self._inputs(segment, grad, (), decision, due, (("metrics", False),), returns=False)
-        return self._steps.again(inputs, self._numbers_on(segment.tensor.device))
+        tensor, kept = segment.tensor, self._kept.get(segment)
+        if (
+            kept is not None
+            and kept.tensor is tensor
+            and kept.chosen == (decision, due)
+            and is_like(grad, tensor, kept.grad_dtype)
+        ):
+            return kept.kernels
+        if tensor.ndim != 1 or not self.compiles(tensor.device):
+            return None  # code for other tensors goes through Dynamo
+        vector = grad if grad.ndim == 1 else grad.view(-1)
+        inputs = self._inputs(segment, vector, (), decision, due, (("metrics", False),), returns=False)
+        again = self._steps.again(inputs, self._numbers_on(tensor.device))
+        if isinstance(again, KernelCalls):
+            self._kept[segment] = _Kept(tensor, (decision, due), grad.dtype, again)
+        return again
 
     def find(
         self,

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from everybit_torch.torch_internals import cpp_vectors
+from everybit_torch.torch_internals.kernel_calls import CompiledGraph, loaded_modules
 
 EXACT_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     # Triton makes a product and a sum one operation unless this is set, and leaves out pairs of casts that round.
@@ -142,7 +143,7 @@ def cpp_compiler() -> str | None:
     return None if find is None else str(find())
 
 
-def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> CompiledGraph:
     """A graph compiled by Inductor: scalars computed before the loop, arithmetic as it is written, and bits handled in vectors.
 
     An Inductor without a place for a pass compiles without it: to the same bits, which are computed more slowly.
@@ -152,12 +153,12 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
     """
     from torch._inductor.compile_fx import compile_fx
 
-    with cpp_vectors.vector_bits():
+    with cpp_vectors.vector_bits(), loaded_modules() as modules:
         on_device = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
         if on_device:
             round_reciprocals()
         of_kind = device_options() if on_device else trust_in_vectors()
-        return compile_fx(
+        run = compile_fx(
             graph,
             list(inputs),
             config_patches={
@@ -168,6 +169,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
                 **of_kind,
             },
         )
+    return CompiledGraph(cast("Callable[..., Any]", run), modules)
 
 
 def _module(name: str) -> Any:

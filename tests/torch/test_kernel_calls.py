@@ -1,0 +1,174 @@
+"""The kernels of compiled steps on a CPU are called by themselves after the first steps: with eager's bits, and autograd's knowledge."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit_torch import AdamW
+from everybit_torch.torch_internals.kernel_calls import SCRATCH, CompiledGraph, loaded_modules
+from tests.support.small_models import same_bits
+
+SIZES = [(30, 10), (7,), (400,), (16,)]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of arguments of each call of a graph through torch's layers."""
+    torch._dynamo.reset()
+    seen: list[int] = []
+    run = CompiledGraph.__call__
+
+    def noted(self: CompiledGraph, *args: Any) -> Any:
+        seen.append(len(args))
+        return run(self, *args)
+
+    monkeypatch.setattr(CompiledGraph, "__call__", noted)
+    return seen
+
+
+def life(policy: eb.Policy, *, compile: bool, each_step: Callable[[AdamW, int], None]) -> list[Tensor]:
+    """Everything that is stored after six steps of some parameters, with another rate at each."""
+    generator = torch.Generator().manual_seed(3)
+    dtype = torch.float32 if policy is eb.policies.FP32 else torch.bfloat16
+    parameters = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
+    optimizer = AdamW(parameters, policy=policy, compile=compile)
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        each_step(optimizer, step)
+        optimizer.step()
+    return [x for p in parameters for x in (p.detach(), *optimizer.state[p].values())]
+
+
+def other_memory(optimizer: AdamW, step: int) -> None:
+    """As programs do that move state and weights away between steps."""
+    if step == 4:
+        for parameter, state in optimizer.state.items():
+            for x in (parameter, *state.values()):
+                x.data = x.detach().clone()
+
+
+def other_code(optimizer: AdamW, step: int) -> None:
+    optimizer.param_groups[0]["maximize"] = step >= 4
+
+
+def nothing(_optimizer: AdamW, _step: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("alone", [True, False], indirect=True)
+@pytest.mark.parametrize("each_step", [nothing, other_memory, other_code])
+@pytest.mark.parametrize("policy", ["FP32", pytest.param("TIGHT_BF16", marks=pytest.mark.slow)])
+def test_kernels_called_by_themselves_give_the_bits_of_uncompiled_steps(
+    policy: str, each_step: Callable[[AdamW, int], None], alone: bool, runs: list[int]
+) -> None:
+    given = eb.policies.PRESETS[policy]
+    counts: list[int] = []
+
+    def counting(optimizer: AdamW, step: int) -> None:
+        counts.append(len(runs))
+        each_step(optimizer, step)
+
+    found = life(given, compile=True, each_step=counting)
+    assert same_bits(found, life(given, compile=False, each_step=each_step))
+    # The code is made for the first segment, and called once more for it. Memory that is followed is of another tensor: once more.
+    segments = len(SIZES) if alone else 1
+    more = {other_memory: segments if alone else 0, other_code: segments + 1}
+    assert counts[2] == counts[4] == segments + 1
+    assert len(runs) == segments + 1 + more.get(each_step, 0)
+
+
+@pytest.mark.parametrize("alone", [True], indirect=True)
+def test_autograd_knows_what_the_kernels_write_and_no_gradient_is_kept(alone: bool, runs: list[int]) -> None:
+    parameter = nn.Parameter(torch.ones(50))
+    optimizer = AdamW([parameter], compile=True)
+    for _ in range(3):
+        loss, before = (parameter**2).sum(), parameter._version
+        parameter.grad = torch.ones(50)
+        held = weakref.ref(parameter.grad)
+        optimizer.step()
+        assert parameter._version > before
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        parameter.grad = None
+        assert held() is None
+    assert len(runs) == 2, "the last step called kernels"
+
+
+def _empty(size: tuple[int], stride: tuple[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def graph(body: str, *, modules: int = 1, **names: object) -> CompiledGraph:
+    """A graph as if Inductor had generated this function of ``x`` and ``y``."""
+    module = ModuleType("generated")
+    module.__dict__.update(
+        torch=torch, cpp_fused_0=print, empty_strided_cpu=_empty, reinterpret_tensor=torch.as_strided
+    )
+    module.__dict__.update(names)
+    exec(f"def call(args):\n    x, y = args\n    args.clear()\n    {body}", module.__dict__)
+    return CompiledGraph(module.call, [module] * modules)
+
+
+X, Y = torch.arange(4.0), torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "torch.mm(x, y)",
+        "x.copy_(y)",
+        "cpp_fused_0(x, y); return (x,)",
+        "cpp_fused_0(x, empty_strided_cpu((2000,), (1,), torch.float32)); return ()",
+        "cpp_fused_0(reinterpret_tensor(x, (2,), (1,), 1), y); return ()",
+        "return ()",
+    ],
+    ids=["other kernels", "methods", "results", "long buffers", "part of an argument", "no kernel"],
+)
+def test_a_graph_that_does_more_than_to_call_kernels_is_called_as_it_is(body: str) -> None:
+    assert graph(body).kernels_for([X, Y], Y, [X]) is None
+
+
+def test_kernels_are_called_with_the_arguments_themselves_and_the_present_gradient() -> None:
+    assert SCRATCH >= 16
+    seen: list[tuple[Any, ...]] = []
+    body = (
+        "b = empty_strided_cpu((4,), (1,), torch.float32);"
+        " cpp_fused_0(reinterpret_tensor(x, (2, 2), (2, 1)), b, y, 4); cpp_fused_0(y, b); return ()"
+    )
+    given = graph(body, cpp_fused_0=lambda *args: seen.append(args))
+    calls = given.kernels_for([X, Y], Y, [X])
+    assert calls is not None
+    assert not seen
+    other, version = torch.zeros(4), X._version
+    calls(other)
+    (first, scratch, gradient, four), (again, same) = seen
+    assert first is X
+    assert gradient is again is other
+    assert four == 4
+    assert scratch is same
+    assert X._version == version + 1
+    assert graph(body, modules=2).kernels_for([X, Y], Y, [X]) is None
+    assert given.kernels_for([X, X], X, [X]) is None, "one memory for two arguments"
+
+
+def test_without_the_place_where_modules_are_loaded_none_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codecache import PyCodeCache
+
+    before = PyCodeCache.__dict__["load_by_key_path"]
+    with loaded_modules() as found:
+        PyCodeCache.load("value = 3")
+    assert [one.value for one in found] == [3]
+    assert PyCodeCache.__dict__["load_by_key_path"] is before
+    monkeypatch.delattr(PyCodeCache, "load_by_key_path")
+    with loaded_modules() as found:
+        assert found == []

@@ -82,7 +82,7 @@ def test_kernels_called_by_themselves_give_the_bits_of_uncompiled_steps(
     assert same_bits(found, life(given, compile=False, each_step=each_step))
     # The code is made for the first segment, and called once more for it. Memory that is followed is of another tensor: once more.
     segments = len(SIZES) if alone else 1
-    more = {other_memory: segments if alone else 0, other_code: segments + 1}
+    more: dict[Any, int] = {other_memory: segments if alone else 0, other_code: segments + 1}
     assert counts[2] == counts[4] == segments + 1
     assert len(runs) == segments + 1 + more.get(each_step, 0)
 

@@ -326,44 +326,12 @@ DISAGREEMENTS = (
         ),
     ),
     Disagreement(
-        "Adam-mini",
-        "What are the blocks of matrices other than queries and keys?",
-        "`labels`",
-        (
-            Answer("rows", "authors since 1.1", eb.adam_mini(RATE, labels="row")),
-            Answer(
-                "a block each, but all elements of embeddings",
-                "authors before, pytorch_optimizer",
-                eb.adam_mini(RATE, labels="tensor"),
-            ),
-        ),
-        {"matrix": (4, 3)},
-    ),
-    Disagreement(
         "Adam-atan2",
         "Which factor has the angle?",
         "`a`",
         (
             Answer("1.27", "adam-atan2-pytorch", eb.adam_atan2(RATE)),
             Answer("none", "paper", eb.adam_atan2(RATE, a=1.0)),
-        ),
-    ),
-    Disagreement(
-        "SM3",
-        "Where is `eps`?",
-        "`eps`",
-        (
-            Answer("1e-30 inside of the root", "pytorch_optimizer, paper: 0 / 0 is 0", eb.sm3(RATE)),
-            Answer("1e-8", "optax", eb.sm3(RATE, eps=1e-8)),
-        ),
-    ),
-    Disagreement(
-        "SM3",
-        "May what is kept fall where squares are averaged?",
-        "`keep_greatest`",
-        (
-            Answer("yes", "optax", eb.sm3(RATE, b2=0.9)),
-            Answer("no", "pytorch_optimizer", eb.sm3(RATE, b2=0.9, keep_greatest=True)),
         ),
     ),
     Disagreement(
@@ -374,19 +342,6 @@ DISAGREEMENTS = (
             Answer("no step", "schedulefree's default", eb.schedule_free_radam(RATE)),
             Answer(
                 "steps along gradients", "RAdam, `silent_sgd_phase=False`", eb.schedule_free_radam(RATE, sgd_phase=True)
-            ),
-        ),
-    ),
-    Disagreement(
-        "D-Adaptation",
-        "Over what are the sums of the estimate taken?",
-        "none",
-        (
-            Answer("over all that share the step", "everybit", eb.dadapt_adam(0.1, d0=1e-2)),
-            Answer(
-                "over the parameters of a process, over all ranks only where FSDP1 is found",
-                "dadaptation",
-                eb.partition(dict.fromkeys(("matrix", "other"), eb.dadapt_adam(0.1, d0=1e-2)), _halves),
             ),
         ),
     ),
@@ -722,58 +677,6 @@ DISAGREEMENTS = (
         (
             Answer("by QR", "the authors' short version", eb.dion(RATE)),
             Answer("by a randomized Cholesky decomposition", "their long one"),
-        ),
-        MATRICES,
-    ),
-    Disagreement(
-        "GaLore",
-        "Which signs have the vectors of a new subspace, in which the means go on?",
-        "none",
-        (
-            Answer("those nearer to the vectors before", "everybit", eb.galore(RATE, rank=2)),
-            Answer("whichever the library gives", "authors, pytorch_optimizer"),
-        ),
-        MATRICES,
-    ),
-    Disagreement(
-        "APOLLO",
-        "What is scaled?",
-        "none",
-        (
-            Answer("the gradient", "authors", eb.apollo(RATE, rank=2)),
-            Answer("its projection, which is then projected back", "pytorch_optimizer"),
-        ),
-        MATRICES,
-    ),
-    Disagreement(
-        "APOLLO",
-        "By how much may the norm of a step grow after a gradient of zero?",
-        "none",
-        (
-            Answer("by any factor", "everybit", eb.apollo(RATE, rank=2)),
-            Answer("to about 1e-8, and by a hundredth in each step from there", "authors, pytorch_optimizer"),
-        ),
-        MATRICES,
-    ),
-    Disagreement(
-        "APOLLO",
-        "By which factor are steps scaled?",
-        "`scale`",
-        (
-            Answer(
-                "the root of `scale`, 128 for the Mini variant", "authors' code", eb.apollo(RATE, rank=2, scale=4.0)
-            ),
-            Answer("the factor itself", "paper", eb.apollo(RATE, rank=2, scale=16.0)),
-        ),
-        MATRICES,
-    ),
-    Disagreement(
-        "APOLLO",
-        "By which vectors are gradients projected?",
-        "`basis`",
-        (
-            Answer("random ones", "authors", eb.apollo(RATE, rank=2, period=50)),
-            Answer("singular ones", "authors' option", eb.apollo(RATE, rank=2, period=50, basis="singular")),
         ),
         MATRICES,
     ),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everybit_cli.errors import OptionError
-from everybit_torch.checkpoint.single_file import replace_file
+from everybit_torch.checkpoint.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

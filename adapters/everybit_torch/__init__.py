@@ -12,36 +12,24 @@ from typing import TYPE_CHECKING, Any
 from everybit_torch.audit.checkpoints import audit_checkpoint
 from everybit_torch.audit.gate import Gate, LostUpdatesError
 from everybit_torch.audit.layers import Audit, LayerAudit, load_audit
-from everybit_torch.checkpoint.single_file import load_checkpoint, save_checkpoint
 from everybit_torch.drop_ins import (
-    ASGD,
     SGD,
-    Adadelta,
     Adafactor,
     Adagrad,
     Adam,
-    Adamax,
     AdamW,
     AnyPrecisionAdamW,
     Lion,
     Muon,
-    NAdam,
-    RAdam,
     RMSprop,
-    Rprop,
     create,
 )
-from everybit_torch.interop.bitsandbytes import bitsandbytes_state_dict, load_bitsandbytes_state_dict
-from everybit_torch.interop.torchao import load_torchao_state_dict, torchao_state_dict
-from everybit_torch.interop.weights import export_weights, import_weights, load_safetensors, save_safetensors
+from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.optim import GradientRelease, LoadReport, RoundingLoss, TorchOptimizer, enable_gradient_release
 from everybit_torch.routing import routing
 from everybit_torch.torch_internals.compiler import EXACT_OPTIONS
-from everybit_torch.training.evaluation import evaluation_weights
-from everybit_torch.training.freezing import freeze, unfreeze
-from everybit_torch.training.outer import OuterOptimizer
-from everybit_torch.training.sharpness import sam_weights
-from everybit_torch.training.weight_decay import weight_decay_groups
+from everybit_torch.weight_decay import weight_decay_groups
+from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 if TYPE_CHECKING:
     from everybit_torch.checkpoint.sharded import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
@@ -72,8 +60,32 @@ _LATE = {
 }
 
 
+_EIGHT_BITS = "load_full_state_dict takes their state in float32: docs/coming-from/eight_bit.md"
+_SAVE = "torch.save and torch.load keep state dicts bit for bit; export_weights, safetensors and save_sharded stay"
+_GONE = {
+    **dict.fromkeys(("bitsandbytes_state_dict", "load_bitsandbytes_state_dict"), _EIGHT_BITS),
+    **dict.fromkeys(("torchao_state_dict", "load_torchao_state_dict"), _EIGHT_BITS),
+    **dict.fromkeys(("save_checkpoint", "load_checkpoint"), _SAVE),
+    **dict.fromkeys(("freeze", "unfreeze"), "p.requires_grad_(False) freezes a parameter"),
+    **{
+        name: f"create({name.lower()!r}, model) makes it"
+        for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop")
+    },
+    "OuterOptimizer": "torchft has DiLoCo",
+    "sam_weights": "docs/how-to/sharpness_aware.md has the twelve lines",
+}
+"""What stands in the place of names that are gone since version 0.3."""
+
+
 def __getattr__(name: str) -> Any:
-    """Import the names for sharded training when they are first used."""
+    """Import the names for sharded training when they are first used.
+
+    Raises:
+        ImportError: For a name that is gone; the message says what stands in its place.
+        AttributeError: For other names.
+    """
+    if name in _GONE:
+        raise ImportError(f"everybit_torch has no {name} since version 0.3; {_GONE[name]}.")
     if name not in _LATE:
         raise AttributeError(f"module 'everybit_torch' has no attribute {name!r}")
     return getattr(import_module(f"everybit_torch.{_LATE[name]}"), name)
@@ -85,15 +97,12 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "ASGD",
     "EXACT_OPTIONS",
     "SGD",
-    "Adadelta",
     "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
-    "Adamax",
     "AnyPrecisionAdamW",
     "Audit",
     "ExactReduceScatter",
@@ -106,42 +115,29 @@ __all__ = [
     "LostUpdatesError",
     "MixedPrecision",
     "Muon",
-    "NAdam",
     "NonFinite",
     "NonFiniteState",
-    "OuterOptimizer",
     "Plan",
-    "RAdam",
     "RMSprop",
     "RoundingLoss",
-    "Rprop",
     "StepReport",
     "StepperOptions",
     "TorchOptimizer",
     "audit_checkpoint",
-    "bitsandbytes_state_dict",
     "create",
     "enable_gradient_release",
     "evaluation_weights",
     "export_weights",
-    "freeze",
     "import_weights",
     "latest_checkpoint",
     "load_audit",
-    "load_bitsandbytes_state_dict",
-    "load_checkpoint",
     "load_safetensors",
     "load_sharded",
     "load_sharded_into",
-    "load_torchao_state_dict",
     "nonfinite_state",
     "plan",
     "routing",
-    "sam_weights",
-    "save_checkpoint",
     "save_safetensors",
     "save_sharded",
-    "torchao_state_dict",
-    "unfreeze",
     "weight_decay_groups",
 ]

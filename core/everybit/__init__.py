@@ -32,21 +32,15 @@ from everybit.combinators import (
     apply_if_finite,
     cautious,
     chain,
-    conditionally,
     ema_nesterov,
-    freezable,
-    freeze,
-    inject_hyperparameters,
     layerwise_decay,
     lookahead,
-    low_rank,
     masked,
     mup_scales,
     named_chain,
     partition,
     routing,
     skip_large_updates,
-    unfreeze,
 )
 from everybit.formats import (
     Blockwise,
@@ -65,7 +59,6 @@ from everybit.linalg import (
     Kronecker,
     MatrixView,
     NewtonSchulz,
-    Projection,
     batched,
     flattened,
     heads,
@@ -83,17 +76,14 @@ from everybit.optimizers import (
     adagrad,
     adam,
     adam_atan2,
-    adam_mini,
     adamax,
     adamw,
     adan,
     ademamix,
     adopt,
-    apollo,
     asgd,
     came,
     dion,
-    galore,
     kron,
     lamb,
     laprop,
@@ -103,7 +93,6 @@ from everybit.optimizers import (
     muon,
     nadam,
     normuon,
-    novograd,
     optimizers,
     radam,
     rmsprop,
@@ -114,7 +103,6 @@ from everybit.optimizers import (
     sgd,
     shampoo,
     signum,
-    sm3,
     soap,
     stable_adamw,
     tiger,
@@ -167,19 +155,15 @@ from everybit.stepping import (
     Optimizer,
     OptimizerState,
     apply_updates,
-    outer_gradient,
-    sam_point,
     with_metrics,
     with_policy,
 )
 from everybit.transforms import (
-    AdamMiniBlocks,
     Grafting,
     MatrixWise,
     add_cautious_decay,
     add_corrected_decay,
     add_decayed_weights,
-    add_noise,
     amplify_slow_gradients,
     average_weights,
     averaged_descent,
@@ -189,8 +173,6 @@ from everybit.transforms import (
     clip_by_global_norm,
     clip_by_rms,
     clip_by_unit_norm,
-    clip_by_z_score,
-    dadapt_adam,
     equalize,
     identity,
     mean_weights,
@@ -207,12 +189,10 @@ from everybit.transforms import (
     scale_by_adagrad,
     scale_by_adam,
     scale_by_adam_atan2,
-    scale_by_adam_mini,
     scale_by_adamax,
     scale_by_adan,
     scale_by_ademamix,
     scale_by_adopt,
-    scale_by_apollo,
     scale_by_belief,
     scale_by_came,
     scale_by_dion,
@@ -223,7 +203,6 @@ from everybit.transforms import (
     scale_by_lion,
     scale_by_nadam,
     scale_by_normuon,
-    scale_by_novograd,
     scale_by_parameter_rms,
     scale_by_radam,
     scale_by_rms,
@@ -232,7 +211,6 @@ from everybit.transforms import (
     scale_by_shampoo,
     scale_by_shape,
     scale_by_sign,
-    scale_by_sm3,
     scale_by_soap,
     scale_by_stable_adam,
     scale_by_torch_adafactor,
@@ -250,34 +228,31 @@ from everybit.transforms import (
 __version__ = "0.3.0.dev0"
 
 __all__ = [
-    "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Grafting", "HiddenMatrices",
-    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "Matrices", "MatrixView", "MatrixWise", "Max", "Metrics",
-    "NamedOptimizer", "Nearest", "NewtonSchulz", "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Pending",
-    "Policy", "PolicyName", "Projection", "Request", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic",
-    "Sum", "SumOfSquares", "Transform", "WholeTensors", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam",
-    "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise",
-    "ademamix", "adopt", "amplify_slow_gradients", "apollo", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights",
-    "averaged_descent", "batched", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize",
-    "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule",
-    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "dion", "ema_nesterov", "equalize",
-    "exponential_decay_schedule", "flattened", "freezable", "freeze", "fulfil", "galore", "heads", "identity", "inject_hyperparameters",
-    "inverse_sqrt_schedule", "join_schedules", "keep_wide", "kron", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
-    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "low_rank", "mars", "masked", "matrix",
-    "mean_weights", "muon", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "normuon", "not_norm_or_bias", "novograd",
-    "one_cycle_schedule", "optimizers", "orthogonalize", "outer_gradient", "partition", "piecewise_constant_schedule",
-    "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy",
-    "proximal_decay", "radam", "reduce_variance", "relative_step_schedule", "require_step", "rmsprop", "routing", "row_blocks", "rprop",
-    "running_mean", "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2",
-    "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_apollo", "scale_by_belief",
-    "scale_by_came", "scale_by_dion", "scale_by_factored_rms", "scale_by_kron", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion",
-    "scale_by_nadam", "scale_by_normuon", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms",
-    "scale_by_rprop", "scale_by_running_square", "scale_by_shampoo", "scale_by_shape", "scale_by_sign", "scale_by_sm3", "scale_by_soap",
-    "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw",
-    "schedule_free_radam", "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "sm3",
-    "soap", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights",
-    "subtract_relative_decay", "then", "tiger", "torch_adafactor", "torch_muon", "trace", "tree", "unfreeze", "warmup_constant_schedule",
-    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
-    "yogi", "zero_nans",
+    "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Grafting", "HiddenMatrices", "Hyperparameter",
+    "Kahan", "Key", "Kronecker", "Local", "Master", "Matrices", "MatrixView", "MatrixWise", "Max", "Metrics", "NamedOptimizer", "Nearest",
+    "NewtonSchulz", "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Pending", "Policy", "PolicyName",
+    "Request", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Sum", "SumOfSquares", "Transform",
+    "WholeTensors", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2", "adamax", "adamw", "adan",
+    "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "ademamix", "adopt", "amplify_slow_gradients", "apply_if_finite",
+    "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "batched", "begin_after", "bias_correction", "by_dtype",
+    "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm",
+    "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dion", "ema_nesterov",
+    "equalize", "exponential_decay_schedule", "flattened", "fulfil", "heads", "identity", "inverse_sqrt_schedule", "join_schedules",
+    "keep_wide", "kron", "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule",
+    "lion", "load_state_dict", "lookahead", "mars", "masked", "matrix", "mean_weights", "muon", "mup_scales", "nadam", "named_chain",
+    "normalize_by_global_norm", "normuon", "not_norm_or_bias", "one_cycle_schedule", "optimizers", "orthogonalize", "partition",
+    "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights",
+    "power_cooldown_schedule", "prodigy", "proximal_decay", "radam", "reduce_variance", "relative_step_schedule", "require_step",
+    "rmsprop", "routing", "row_blocks", "rprop", "running_mean", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam",
+    "scale_by_adam_atan2", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came",
+    "scale_by_dion", "scale_by_factored_rms", "scale_by_kron", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion",
+    "scale_by_nadam", "scale_by_normuon", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop",
+    "scale_by_running_square", "scale_by_shampoo", "scale_by_shape", "scale_by_sign", "scale_by_soap", "scale_by_stable_adam",
+    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam",
+    "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "soap", "sqrt", "stable_adamw",
+    "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay", "then", "tiger",
+    "torch_adafactor", "torch_muon", "trace", "tree", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
+    "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip
 
 
@@ -288,17 +263,39 @@ _TORCH_NAMES = frozenset({
 })  # fmt: skip
 
 
+_OWN_PACKAGES = "its authors' package has it; LEAN_8BIT saves memory under any optimizer"
+_GONE = {
+    **dict.fromkeys(("galore", "apollo", "scale_by_apollo", "low_rank", "Projection"), _OWN_PACKAGES),
+    **dict.fromkeys(("sm3", "scale_by_sm3"), "adafactor keeps as little"),
+    **dict.fromkeys(("adam_mini", "scale_by_adam_mini", "AdamMiniBlocks"), "LEAN_8BIT, or adafactor, keeps as little"),
+    **dict.fromkeys(("novograd", "scale_by_novograd"), "lamb adapts to each parameter"),
+    "dadapt_adam": "prodigy estimates its own rate",
+    **dict.fromkeys(
+        ("conditionally", "freezable", "freeze", "unfreeze"), "apply_if_finite, masks and param groups stay"
+    ),
+    "inject_hyperparameters": "hyperparameters are fields: dataclasses.replace changes them, and functions of the step are schedules",
+    "add_noise": "a transform of your own draws numbers by ctx.keys(...)",
+    "clip_by_z_score": "skip_large_updates follows the norms",
+    "outer_gradient": "torchft has DiLoCo",
+    "sam_point": "docs/how-to/sharpness_aware.md has the twelve lines",
+}
+"""What stands in the place of names that are gone since version 0.3."""
+
+
 if not TYPE_CHECKING:  # a type checker would take it for a module with any attribute
 
     def __getattr__(name: str) -> Any:
-        """Say where a class is that users look for here.
+        """Say where a class is that users look for here, or what stands in the place of a name that is gone.
 
         Raises:
-            ImportError: For a class of ``everybit_torch``: ``from everybit import AdamW`` shows the message of no AttributeError.
+            ImportError: For a class of ``everybit_torch``, or a name that is gone: ``from everybit import AdamW`` shows the message of no
+                AttributeError.
             AttributeError: For other names.
         """
         if name in _TORCH_NAMES:
             raise ImportError(f"everybit has no {name}; it is in everybit_torch: from everybit_torch import {name}")
+        if name in _GONE:
+            raise ImportError(f"everybit has no {name} since version 0.3; {_GONE[name]}.")
         raise AttributeError(f"module 'everybit' has no attribute {name!r}")
 
 

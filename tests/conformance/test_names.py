@@ -90,7 +90,7 @@ def test_trainer_knows_every_optimizer_of_the_list(tmp_path: Path) -> None:
         trained(tmp_path, optim="everybit_rprop", optim_args="policy=LEAN_BF16", weight_decay=0.1)
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon", "adam_mini"])
+@pytest.mark.parametrize("name", ["muon", "normuon"])
 def test_trainer_gives_names_and_modules_to_optimizers_that_go_by_them(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import_module("everybit_torch.names.trainer").register()
@@ -108,10 +108,9 @@ def test_trainer_gives_names_and_modules_to_optimizers_that_go_by_them(name: str
     assert decayed == set(trainer.get_decay_parameter_names(trainer.model)) - {"lm_head.weight"}  # which is tied
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert all("bias" in one or "ln_" in one for one in others)
-    if name != "adam_mini":
-        table = everybit_torch.routing(optimizer)
-        assert "  transformer.wte.weight (256, 16) by the type of its module\n" in table
-        assert "matrix: 4 parameters, 3072 elements\n" in table
+    table = everybit_torch.routing(optimizer)
+    assert "  transformer.wte.weight (256, 16) by the type of its module\n" in table
+    assert "matrix: 4 parameters, 3072 elements\n" in table
 
 
 def test_the_patch_brings_adamw_anyprecision_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +151,7 @@ def test_timm_knows_the_names(name: eb.OptimizerName) -> None:
         "weight_decay": 0.0 if name == "rprop" else 0.25,
         "policy": "LEAN_BF16",
     }
-    if name in ("muon", "normuon", "adam_mini"):
+    if name in ("muon", "normuon"):
         with pytest.raises(ValueError, match="has no name"):
             timm.optim.create_optimizer_v2(model, **given)
         given["names_from"] = model  # timm gives groups without names

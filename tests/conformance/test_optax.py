@@ -94,16 +94,6 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: eb.chain(eb.normalize_by_global_norm(2.0, 0.1), eb.scale(-0.1)),
         lambda: optax.chain(optax.normalize_by_update_norm(2.0, 0.1), optax.scale(-0.1)),
     ),
-    "only at some steps": (
-        lambda: eb.chain(eb.conditionally(eb.adam(1e-2), lambda done: done % 3 != 1)),
-        lambda: optax.transforms.conditionally_mask(optax.adam(1e-2), lambda step: step % 3 != 1),
-    ),
-    "passed on at other steps": (
-        lambda: eb.chain(eb.conditionally(eb.adam(1e-2), lambda done: done >= 7, otherwise="pass"), eb.scale(0.1)),
-        lambda: optax.chain(
-            optax.transforms.conditionally_transform(optax.adam(1e-2), lambda step: step >= 7), optax.scale(0.1)
-        ),
-    ),
     "accumulated": (lambda: eb.accumulate(eb.adam(1e-2), 3), lambda: optax.MultiSteps(optax.adam(1e-2), 3)),
 }
 

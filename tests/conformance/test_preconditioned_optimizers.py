@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -11,13 +10,12 @@ import pytest
 import torch
 
 import everybit as eb
-from tests.core.test_apollo import ROUNDING as ROUNDING_OF_RATIOS
 from tests.core.test_kron import ROUNDING as ROUNDING_OF_WHITENING
 from tests.core.test_shampoo import ROUNDING as ROUNDING_OF_ROOTS
 from tests.core.test_soap import ROUNDING, SHAPES
 from tests.support.draws import Drawn
-from tests.support.following import PEAK, STEPS, Tensors, deviation, ours, schedule, theirs
-from tests.support.oracles import Noted, from_timm, module_alone
+from tests.support.following import Tensors, deviation, ours, schedule, theirs
+from tests.support.oracles import Noted, from_timm
 
 SOAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
@@ -139,92 +137,3 @@ def test_timms_kron_is_followed(case: str, noted: Noted) -> None:
     apart = deviation(found, oracle)
     noted("timm", "kron", apart)
     assert apart <= ROUNDING_OF_WHITENING
-
-
-def test_pytorch_optimizers_galore_is_followed(noted: Noted) -> None:
-    """In one subspace: after a second choice its means belong to vectors of whichever sign the library gives."""
-    shapes = {"square": (4, 4), "tall": (6, 4), "wide": (3, 5), "vector": (5,)}
-    tx = eb.galore(schedule, rank=2, period=1000, scale=0.5, weight_decay=0.1)
-    package: Any = pytest.importorskip("pytorch_optimizer")
-
-    def make(params: Any) -> Any:
-        group = {"params": params, "rank": 2, "update_proj_gap": 1000, "scale": 0.5, "projection_type": "std"}
-        return package.GaLore([group], weight_decay=0.1, foreach=False)
-
-    # It decomposes in float32, which is float64 here.
-    with patch.object(torch, "float", torch.float64), patch.object(torch.Tensor, "float", torch.Tensor.double):
-        oracle = theirs(make, shapes=shapes)
-    apart = deviation(ours(tx, shapes=shapes), oracle)
-    noted("pytorch_optimizer", "galore", apart)
-    assert apart <= ROUNDING
-
-
-APOLLOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "by channels": ({}, {}),
-    "by matrices": (
-        {"rank": 1, "scale_type": "tensor", "scale": 128.0},
-        {"rank": 1, "scale_type": "tensor", "scale": 128.0},
-    ),
-    "on the larger side": (
-        {"scale_type": "tensor", "side": "larger"},
-        {"scale_type": "tensor", "proj_type": "reverse_std"},
-    ),
-    "in one subspace of singular vectors": (
-        {"basis": "singular", "period": 1000},
-        {"proj": "svd", "update_proj_gap": 1000},
-    ),
-    "unlimited": ({"limit": None}, {"disable_nl": True}),
-}
-
-
-@pytest.mark.parametrize("case", APOLLOS)
-def test_the_authors_apollo_is_followed(case: str, noted: Noted) -> None:
-    apart = apart_from_the_authors_apollo(*APOLLOS[case])
-    noted("apollo-torch", "apollo", apart)
-    assert apart <= ROUNDING_OF_RATIOS
-
-
-def test_the_authors_apollo_that_limits_after_it_scales_is_the_same_but_for_what_it_adds_to_norms() -> None:
-    """That is 1e-8 to norms of about 1, at each step, in steps of which each has the size that the last one leaves it."""
-    apart = apart_from_the_authors_apollo({"scale": 4.0}, {"scale": 4.0, "scale_front": True})
-    assert ROUNDING_OF_RATIOS < apart <= STEPS * PEAK * STEPS * 1e-8
-
-
-def apart_from_the_authors_apollo(mine: dict[str, Any], its: dict[str, Any]) -> float:
-    """With the vectors that ours draws, which the authors' code keeps for a period."""
-    module = module_alone("apollo_torch.apollo")
-    shapes = {"square": (4, 4), "tall": (6, 4), "wide": (3, 5), "vector": (5,)}
-    drawn, make = Drawn(), eb.apollo
-    untyped: Any = make
-    options = {"rank": 2, "period": 7} | mine
-    with patch("everybit.linalg.projections.normal", drawn):
-        found = ours(untyped(schedule, weight_decay=0.1, **options), shapes=shapes)
-    # Ours draws for three matrices at each update, theirs at the first of each period.
-    numbers = iter(
-        [one for start in range(0, 3 * STEPS, 3 * options["period"]) for one in drawn.numbers[start : start + 3]]
-    )
-    group = {
-        "rank": 2,
-        "proj": "random",
-        "scale_type": "channel",
-        "scale": 1.0,
-        "update_proj_gap": 7,
-        "proj_type": "std",
-    } | its
-    fixed = {name: group.pop(name) for name in ("scale_front", "disable_nl") if name in group}
-
-    def their_vectors(shape: tuple[int, ...], **_: Any) -> torch.Tensor:
-        vectors = next(numbers)
-        return vectors if vectors.shape == shape else vectors.T
-
-    def optimizer(params: Any) -> Any:
-        return module.AdamW([{"params": params[:3], **group}, {"params": params[3:]}], weight_decay=0.1, **fixed)
-
-    # It projects in float32, which is float64 here.
-    with (
-        patch.object(sys.modules["apollo_torch.random_projector"], "stable_randn", their_vectors),
-        patch.object(torch, "float", torch.float64),
-        patch.object(torch.Tensor, "float", torch.Tensor.double),
-    ):
-        oracle = theirs(optimizer, shapes=shapes)
-    return deviation(found, oracle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -12,22 +11,12 @@ from torch import Tensor, nn
 
 import everybit_torch
 from everybit_torch import TorchOptimizer
-from tests.support.closed_optim import wide_numbers
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
-NAMES = (
-    "AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adamax", "Adadelta", "Adafactor", "Rprop", "ASGD",
-)  # fmt: skip
+NAMES = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adafactor")
 OURS: dict[str, type[TorchOptimizer]] = {name: getattr(everybit_torch, name) for name in NAMES}
-
-
-@pytest.fixture(autouse=True)
-def torch_keeps_numbers_in_float64() -> Iterator[None]:
-    """As NAdam's product and ASGD's learning rate, which torch keeps in the default dtype."""
-    with wide_numbers():
-        yield
 
 
 TABLE = [info for info in cast(list[Any], optim_db) if info.optim_cls.__name__ in OURS]

@@ -43,9 +43,8 @@ COMPILED = ("compiled equals eager", "no recompilation")
 SAMPLED = ("lion",)
 TWINS = (
     "adam", "sgd dampening", "rmsprop eps inside", "adamw fully decoupled", "adopt unclipped", "prodigy limited", "lambc", "lars joint",
-    "adan as optax", "tiger", "mars lion", "adafactor momentum", "adafactor directions", "sm3 averaged", "dadapt adam limited",
+    "adan as optax", "tiger", "mars lion", "adafactor momentum", "adafactor directions",
     "schedule-free radam sgd", "adam amsgrad corrected", "muon equalized", "soap corrected", "shampoo of sums", "kron of gradients",
-    "low rank factored", "apollo mini",
 )  # fmt: skip
 """Entries that are another one with an argument more; the other one is checked by default."""
 
@@ -99,8 +98,8 @@ FEW_BITS: dict[str, Callable[..., None]] = {
     "hyperparameters are data": testing.check_hyperparameters_are_data,
 }
 FACTORED = (
-    "adafactor", "adafactor directions", "adafactor momentum", "adam mini", "apollo", "apollo mini", "came", "galore", "low rank factored",
-    "muon after", "normuon", "novograd", "shampoo of sums", "torch adafactor",
+    "adafactor", "adafactor directions", "adafactor momentum", "came",
+    "muon after", "normuon", "shampoo of sums", "torch adafactor",
 )  # fmt: skip
 """Entries whose second moments have shapes of their own, which two codes in a byte would not have."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import random_bits
-from everybit.transforms import projected as module
+from everybit.transforms import dion as module
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
 from tests.support.steps import drawn as normal
 from tests.support.steps import steps

@@ -221,7 +221,7 @@ def test_the_derivative_of_a_step_by_the_learning_rate_is_the_direction() -> Non
     torch.testing.assert_close(derivative, -grads.sum())
 
 
-OPTIONS = (eb.NewtonSchulz(), eb.Grafting(), eb.Kronecker(), eb.Projection())
+OPTIONS = (eb.NewtonSchulz(), eb.Grafting(), eb.Kronecker())
 DECLARING = [
     *OPTIONS,
     *(node for build in REGISTRY.values() for node in transforms_in(build(1e-3)) if hasattr(node, "accepts")),

@@ -159,38 +159,6 @@ def test_what_is_not_there_or_does_not_fit_is_refused() -> None:
         eb.tree.set(state, "variance", torch.zeros(4, dtype=torch.float64), path="['norm.weight']")
 
 
-def test_hyperparameters_in_the_state_are_those_of_the_optimizer() -> None:
-    """Changing the state's learning rate is making the optimizer anew with another."""
-    plain = [eb.with_policy(eb.adamw(rate), "LEAN_BF16") for rate in (0.1, 0.01)]
-    injected = eb.with_policy(eb.inject_hyperparameters(eb.adamw(0.1), "learning_rate", "weight_decay"), "LEAN_BF16")
-    params = {name: p.to(torch.bfloat16) for name, p in MODEL.items()}
-    ours, theirs = (params, injected.init(params)), (params, plain[0].init(params))
-    for step, rate in enumerate((0.1, 0.1, 0.01, 0.01)):
-        grads = eb.tree.map(lambda p, step=step: torch.full_like(p, 0.5 - step), params)
-        ours = injected.step(ours[0], grads, eb.tree.set(ours[1], "learning_rate", rate))
-        theirs = plain[rate == 0.01].step(theirs[0], grads, theirs[1])
-        assert all(map(torch.equal, ours[0].values(), theirs[0].values()))
-    assert float(eb.tree.get(ours[1], "learning_rate")) == 0.01
-    saved = eb.load_state_dict(injected.init(params), eb.state_dict(ours[1]))
-    assert float(eb.tree.get(saved, "learning_rate")) == 0.01
-
-
-def test_only_numbers_that_are_there_can_be_injected() -> None:
-    with pytest.raises(ValueError, match=r"^names: got 'lr'; accepted are .* learning_rate"):
-        eb.inject_hyperparameters(eb.sgd(0.1), "lr")
-    with pytest.raises(ValueError, match=r"^names: got none"):
-        eb.inject_hyperparameters(eb.sgd(0.1))
-    with pytest.raises(ValueError, match=r"^names: got 'learning_rate'"):
-        eb.inject_hyperparameters(eb.sgd(eb.linear_schedule(0.1, 0.0, 3)), "learning_rate")
-
-
-def test_a_decay_rate_in_the_state_asks_for_a_format_that_follows_every_rate() -> None:
-    policy = eb.Policy(momentum=eb.Nearest("bfloat16"))
-    eb.with_policy(eb.lion(0.1, b2=0.5), policy)
-    with pytest.raises(ValueError, match="momentum"):
-        eb.with_policy(eb.inject_hyperparameters(eb.lion(0.1, b2=0.5), "b2"), policy)
-
-
 def widths(width: int, heads: int = 2) -> dict[str, Tensor]:
     shapes = {
         "embed.weight": (11, width),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -78,42 +77,6 @@ def came(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
         yield p
 
 
-def adam_mini(rows: int | None) -> Follow:
-    def follow(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
-        mean, square = torch.zeros_like(p), torch.zeros(1 if rows is None else len(p) // rows, dtype=p.dtype)
-        for t, g in enumerate(grads, 1):
-            mean = 0.9 * mean + 0.1 * g
-            square = 0.999 * square + 0.001 * torch.stack([(block**2).mean() for block in g.chunk(len(square))])
-            root = (square / (1 - 0.999**t)).sqrt() + 1e-8
-            each = root.repeat_interleave(len(p) // len(square)).reshape(-1, *[1] * (p.ndim - 1))
-            p = p - lr(t - 1) * (mean / (1 - 0.9**t) / each + 0.1 * p)
-            yield p
-
-    return follow
-
-
-def sm3(b1: float, b2: float | None, eps: float, greatest: bool) -> Follow:
-    """By the slices of each element, one by one."""
-
-    def follow(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
-        mean = torch.zeros_like(p)
-        kept = [torch.zeros(size, dtype=p.dtype) for size in p.shape]
-        for done, g in enumerate(grads):
-            total = torch.zeros_like(p)
-            for index in itertools.product(*map(range, p.shape)):
-                least = min(float(one[place]) for one, place in zip(kept, index, strict=True))
-                square = float(g[index]) ** 2
-                total[index] = least + square if b2 is None else b2 * least + (1 - b2) * square
-            for dim, one in enumerate(kept):
-                new = torch.stack([slice.max() for slice in total.unbind(dim)])
-                kept[dim] = torch.maximum(new, one) if greatest else new
-            mean = b1 * mean + (1 - b1) * g / (total + eps).sqrt()
-            p = p - lr(done) * (mean + 0.1 * p)
-            yield p
-
-    return follow
-
-
 def largest(p: Tensor) -> tuple[int, int] | None:
     return {3: (0, 2), 2: (0, 1)}.get(p.ndim)
 
@@ -149,14 +112,6 @@ FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
         eb.adafactor(schedule, decay_by="learning_rate", **DECAY),
         adafactor(decay_by="learning_rate"),
     ),
-    "adam mini, tensors": (eb.adam_mini(schedule, labels="tensor", **DECAY), adam_mini(None)),
-    "adam mini, rows": (eb.adam_mini(schedule, labels="row", **DECAY), adam_mini(1)),
-    "sm3": (eb.sm3(schedule, **DECAY), sm3(0.9, None, 1e-30, greatest=False)),
-    "sm3, averaged": (eb.sm3(schedule, b1=None, b2=0.9, eps=1e-8, **DECAY), sm3(0.0, 0.9, 1e-8, greatest=False)),
-    "sm3, averaged, greatest": (
-        eb.sm3(schedule, b1=None, b2=0.9, keep_greatest=True, **DECAY),
-        sm3(0.0, 0.9, 1e-30, greatest=True),
-    ),
     "came": (eb.came(schedule, b2=0.99, b3=0.999, **DECAY), came),
 }  # fmt: skip
 
@@ -175,48 +130,6 @@ def test_a_factored_second_moment_takes_a_row_and_a_column() -> None:
     assert variance["vector"].shape == (5,)
 
 
-def test_adam_minis_heads_have_a_second_moment_each() -> None:
-    shapes = {"first": (6, 4), "second": (3, 2, 2)}
-    tx = eb.adam_mini(schedule, head_size=3, labels="head", **DECAY)
-    assert deviation(ours(tx, shapes=shapes), formula(adam_mini(3), shapes)) <= ROUNDING
-
-
-def test_adam_minis_blocks_are_told_by_names() -> None:
-    matrix = [
-        "embed.weight",
-        "layers.0.q_proj.weight",
-        "layers.0.o_proj.weight",
-        "layers.0.mlp.up.weight",
-        "other.weight",
-    ]
-    params = {name: torch.ones(4, 4) for name in matrix} | {
-        "layers.0.norm.weight": torch.ones(4),
-        "q_proj.bias": torch.ones(4),
-    }
-    expected = dict(zip(params, ["row", "head", "row", "row", "tensor", "tensor", "element"], strict=True))
-    assert dict(zip(params, eb.tree.label(eb.AdamMiniBlocks(), params), strict=True)) == expected
-    state: Any = eb.adam_mini(head_size=2).init(params)
-    counts = {label: one.variance for label, one in state.states[0].by_label.items()}
-    assert counts["head"]["layers.0.q_proj.weight"]["blocks"].shape == (2,)
-    assert counts["row"]["embed.weight"]["blocks"].shape == (4,)
-    assert counts["tensor"]["other.weight"]["blocks"].shape == (1,)
-    assert counts["element"]["q_proj.bias"].shape == (4,)
-
-
-@pytest.mark.parametrize(
-    ("options", "params", "message"),
-    [
-        ({}, [torch.ones(2, 2)], r"params\[0\] has no name"),
-        ({}, {"q_proj.weight": torch.ones(2, 2)}, r"^head_size: got None, and 'q_proj\.weight' is a query or key"),
-        ({"head_size": 4}, {"q_proj.weight": torch.ones(6, 2)}, r"\['q_proj\.weight'\]: has 6 rows; accepted is a multiple of rows=4"),
-        ({"head_size": 4}, {"other.weight": torch.ones(6, 2)}, r"no parameter is labelled 'head'"),
-    ],
-)  # fmt: skip
-def test_blocks_that_cannot_be_are_refused(options: dict[str, Any], params: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        eb.adam_mini(**options).init(params)
-
-
 def test_an_optional_label_has_a_transform() -> None:
     with pytest.raises(ValueError, match=r"^optional: got 'b'; accepted are labels with a transform, 'a'"):
         eb.partition({"a": eb.identity()}, "a", optional=["b"])
@@ -231,7 +144,6 @@ def test_an_optional_label_has_a_transform() -> None:
         (lambda: eb.adafactor(momentum_of="rates"), r"^momentum_of: got 'rates'; accepted are 'steps', 'directions'"),  # type: ignore[arg-type]
         (lambda: eb.adafactor(decay_by="nothing"), r"^decay_by: got 'nothing'; accepted are 'step', 'learning_rate'"),  # type: ignore[arg-type]
         (lambda: eb.adafactor(min_size_to_factor=0), r"^min_size_to_factor: got 0; accepted is a whole number, at least 1"),
-        (lambda: eb.scale_by_adam_mini(rows=0), r"^rows: got 0; accepted is a whole number of rows, at least 1, or None"),
         (lambda: eb.relative_step_schedule(0.0), r"^limit: got 0\.0"),
     ],
 )  # fmt: skip

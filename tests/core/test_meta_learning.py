@@ -140,10 +140,6 @@ def with_holes() -> dict[str, eb.Transform[Any]]:
         "masked twice": eb.chain(
             eb.masked(eb.masked(eb.trace(0.5), where=matrix), where=lambda path, p: "w" in path), eb.scale(-0.1)
         ),
-        "freezable": eb.freezable(
-            {"matrix": eb.adamw(0.1), "other": eb.sgd(0.1, momentum=0.9)},
-            lambda path, p: "matrix" if p.ndim > 1 else "other",
-        ),
     }
 
 

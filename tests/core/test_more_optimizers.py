@@ -176,15 +176,6 @@ def mars(most: float, sign: bool, before: float) -> Follow:
     return follow
 
 
-def novograd(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
-    square, total = grads[0].norm() ** 2, torch.zeros_like(p)
-    for done, g in enumerate(grads):
-        square = 0.25 * square + 0.75 * g.norm() ** 2
-        total = 0.9 * total + g / (square.sqrt() + 1e-8) + 0.1 * p
-        p = p - lr(done) * total
-        yield p
-
-
 def adam_atan2(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
     for t in range(1, STEPS + 1):
         mean = decayed_mean(grads[:t], 0.9) / (1 - 0.9**t)
@@ -220,7 +211,6 @@ FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
     "stable adamw": (eb.stable_adamw(schedule, b2=0.5, **DECAY), stable_adamw),
     "mars": (eb.mars(schedule, **DECAY), mars(1.0, sign=False, before=1.0)),
     "mars, as the authors": (eb.mars(schedule, zero_before=True, **DECAY), mars(1.0, sign=False, before=0.0)),
-    "novograd": (eb.novograd(schedule, **DECAY), novograd),
     "mars lion": (eb.mars(schedule, sign=True, max_norm=None, **DECAY), mars(math.inf, sign=True, before=1.0)),
 }
 
@@ -334,43 +324,6 @@ def test_prodigy_is_the_papers_algorithm(options: dict[str, Any]) -> None:
     assert float(state.inner.estimate) > 1.1e-3
 
 
-def dadapt_adam(*, growth: float = math.inf, unbiased: bool = False) -> list[Tensors]:
-    """Algorithm 5, with the two sums over all tensors, whose weights are written out."""
-    p, b1, b2, d = start(), 0.9, 0.999, 1e-3
-    m, v, s = ({name: torch.zeros_like(value) for name, value in p.items()} for _ in range(3))
-    numerator, found = 0.0, []
-    for t, g in enumerate(gradients(), 1):
-        size = d * 5 * rate(t - 1) * (math.sqrt(1 - b2**t) / (1 - b1**t) if unbiased else 1)
-        agreement = sum(float((g[name] * s[name] / (v[name].sqrt() + 1e-8)).sum()) for name in p)
-        numerator = b2**0.5 * numerator + (1 - b2**0.5) * size * agreement
-        for name in p:
-            m[name] = b1 * m[name] + (1 - b1) * size * g[name]
-            v[name] = b2 * v[name] + (1 - b2) * g[name] ** 2
-            s[name] = b2**0.5 * s[name] + (1 - b2**0.5) * size * g[name]
-        p = {name: p[name] - m[name] / (v[name].sqrt() + 1e-8) - size * 0.1 * p[name] for name in p}
-        d = max(d, min(numerator / (1 - b2**0.5) / sum(float(x.abs().sum()) for x in s.values()), d * growth))
-        found.append(p)
-    return found
-
-
-@pytest.mark.parametrize("options", [{}, {"growth": 1.02}, {"unbiased": True}], ids=lambda options: str(options))
-def test_dadapt_adam_is_the_papers_algorithm(options: dict[str, Any]) -> None:
-    """As Prodigy, everything is in proportion to a quotient of sums."""
-    tx = eb.dadapt_adam(
-        lambda done: 5 * schedule(done),
-        d0=1e-3,
-        weight_decay=0.1,
-        growth_rate=options.get("growth"),
-        bias_correction=options.get("unbiased", False),
-    )
-    assert deviation(ours(tx), dadapt_adam(**options)) <= ROUNDING * 10
-    optimizer = eb.with_policy(tx, eb.policies.FP64)
-    params, state = start(), optimizer.init(start())
-    for gradient in gradients():
-        params, state = optimizer.step(params, gradient, state)
-    assert float(state.inner.estimate) > 1.1e-3
-
-
 def test_prodigys_estimate_is_that_of_all_tensors_together() -> None:
     """Not that of each: with one tensor the estimate is another."""
     optimizer = eb.with_policy(eb.prodigy(d0=1e-3), eb.policies.FP64)
@@ -406,7 +359,6 @@ def test_nothing_moves_while_prodigy_has_seen_zero_gradients_only() -> None:
         ),
         (lambda: eb.prodigy(d0=0.0), r"^d0: got 0\.0; accepted is a number above zero"),
         (lambda: eb.prodigy(growth_rate=0.5), r"^growth_rate: got 0\.5"),
-        (lambda: eb.dadapt_adam(d0=0.0), r"^d0: got 0\.0; accepted is a number above zero"),
         (lambda: eb.begin_after(-1), r"^steps: got -1; accepted is a whole number of updates, at least 0"),
         (lambda: eb.adan(b2=1.0), r"^b2: got 1\.0"),
     ],

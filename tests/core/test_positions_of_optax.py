@@ -26,11 +26,9 @@ ONE = torch.ones(())
 # Where the first or second means something else: a call of optax's, which is refused.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "bias_correction": (ONE, 0.9, 3),
-    "freeze": ({"w": True},),
     "piecewise_interpolate_schedule": ("linear", 1.0, {3: 0.5}),
     "prodigy": (1.0, (0.9, 0.999)),
     "scale_by_factored_rms": (True, 0.8),
-    "scale_by_sm3": (0.9, 0.999),
     "scale_by_trust_ratio": (0.0, 1.0, 0.0),
     "schedule_free": (eb.scale_by_adam(), 1e-3),
     "skip_large_updates": (ONE, 3, ONE, 1.0),

@@ -84,5 +84,5 @@ def test_a_title_quotes_its_message() -> None:
 
 
 def test_the_page_has_all_its_sections() -> None:
-    assert len(SECTIONS) == PAGE.count("\n### ") >= 17
-    assert len(RAISED) >= 12
+    assert len(SECTIONS) == PAGE.count("\n### ") >= 16
+    assert len(RAISED) >= 11

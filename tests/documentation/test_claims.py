@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import everybit as eb
+import everybit_torch
 from everybit_cli.compare.command import CLOSING
 from tests.support.pages import ROOT
 
@@ -88,6 +90,18 @@ def test_the_map_of_the_tests_names_files_that_exist() -> None:
     assert len(named) > 40
     files = {path.name for path in ROOT.glob("tests/**/test_*.py")}
     assert [whole or name for whole, name in named if not ((ROOT / whole).exists() if whole else name in files)] == []
+
+
+GONE = [(module, name) for module in (eb, everybit_torch) for name in vars(module)["_GONE"]]
+
+
+@pytest.mark.parametrize(("module", "name"), GONE, ids=[name for _, name in GONE])
+def test_a_name_that_is_gone_says_what_stands_in_its_place_and_so_does_the_changelog(module: Any, name: str) -> None:
+    with pytest.raises(ImportError, match=rf"^{module.__name__} has no {name} since version 0\.3; .*\.$"):
+        getattr(module, name)
+    assert name not in module.__all__
+    public = name.removeprefix("scale_by_").removesuffix("_state_dict").removeprefix("load_")
+    assert re.search(public.replace("AdamMiniBlocks", "adam_mini"), (ROOT / "docs/changelog.md").read_text())
 
 
 def test_the_readme_is_one_screen_after_another_and_not_many() -> None:

@@ -45,7 +45,7 @@ def check_muon(names: dict[str, Any], printed: str, folder: Path) -> None:
 
 
 def check_eight_bits(names: dict[str, Any], printed: str, folder: Path) -> None:
-    """The model learns in the bytes that the page says, what is printed is on it, and state of the same format is copied."""
+    """The model learns in the bytes that the page says, and what is printed is on it."""
     (listed,) = re.findall(
         r"```text\n(.*?)```", (ROOT / "docs/how-to/train_with_8_bit_state.md").read_text(), re.DOTALL
     )
@@ -55,8 +55,6 @@ def check_eight_bits(names: dict[str, Any], printed: str, folder: Path) -> None:
     gaps = 2 * (256 - 64) * (5 + 2 * 4 / 256) / names["elements"]
     counters = names["optimizer"].bytes_table()["counters"] / names["elements"]
     assert 7.0 < names["per_parameter"] <= 7.03125 + gaps + counters
-    assert all(loss.error == 0 for loss in names["exact"].values())
-    assert all(0 < loss.relative < 0.1 for loss in names["lost"].values())
 
 
 def check_checkpoints(names: dict[str, Any], printed: str, folder: Path) -> None:

@@ -13,6 +13,7 @@ from everybit_torch import TorchOptimizer
 from tests.support.exact_models import mesh_of, weights_of
 from tests.support.ranks import run
 from tests.support.rows import cut, train
+from tests.support.transforms import AddNoise
 from tests.support.weights import Weights, equal
 
 
@@ -21,7 +22,7 @@ def lamb(learning_rate: eb.Hyperparameter, maximize: bool = False) -> eb.Transfo
 
 
 def noisy(learning_rate: eb.Hyperparameter, noise: bool = False) -> eb.Transform[Any]:
-    return eb.chain(*([eb.add_noise(0.1, 0.5)] if noise else []), eb.sgd(learning_rate))
+    return eb.chain(*([AddNoise()] if noise else []), eb.sgd(learning_rate))
 
 
 def two(sharded: bool) -> nn.ParameterList:

@@ -134,7 +134,7 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
     (eb.policies.LEAN_8BIT, True, 1, eb.lamb(1e-3)),
     # Whole tensors, with factors in the place of a slot; ranks without a tensor.
     (eb.policies.LEAN_BF16, True, 1, eb.chain(eb.clip_by_global_norm(1.0), eb.torch_adafactor(1e-3))),
-    (None, False, 2, eb.novograd(1e-3)),
+    (None, False, 2, eb.chain(eb.centralize(), eb.sgd(1e-3, momentum=0.9))),
     (
         dataclasses.replace(KAHAN, grads=BF16_WIRE),
         True,
@@ -299,7 +299,8 @@ def test_llama_3_70b_on_1024_ranks_in_seconds() -> None:
 def test_of_ranks_with_different_numbers_of_whole_tensors_the_one_with_the_most_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False), nn.Linear(4, 2, bias=False))
-    found = [plan(model, eb.novograd(1e-3), rank=rank, strategy="optim_grads", ranks=4) for rank in range(4)]
+    whole = eb.chain(eb.centralize(), eb.sgd(1e-3, momentum=0.9))
+    found = [plan(model, whole, rank=rank, strategy="optim_grads", ranks=4) for rank in range(4)]
     first = found[0].whole_tensors
     assert first is not None
     elements = first.elements
@@ -309,7 +310,7 @@ def test_of_ranks_with_different_numbers_of_whole_tensors_the_one_with_the_most_
     assert [one.persistent["momentum"] for one in found] == [4 * numel for numel in elements]
     assert (first.fullest, first.imbalance) == (elements.index(64), 64 / 26)
     assert "3 whole tensors on 4 ranks, 1 of which have none" in str(found[0]).splitlines()[-1]
-    assert plan(model, eb.novograd(1e-3), ranks=4, strategy="no_shard").whole_tensors is None
+    assert plan(model, whole, ranks=4, strategy="no_shard").whole_tensors is None
     assert plan(model, eb.adamw(1e-3), ranks=4, strategy="optim").whole_tensors is None
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import FlatStepper, TorchOptimizer, freeze, load_sharded, load_sharded_into, save_sharded, unfreeze
+from everybit_torch import FlatStepper, TorchOptimizer, load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from tests.support.exact_models import Pattern, context_of, mesh_of, weights_of
 from tests.support.weights import Weights
@@ -38,16 +38,13 @@ TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
     "muon": lambda lr: eb.chain(eb.clip_by_global_norm(4.0), eb.muon(lr)),
     "soap": eb.soap,
     "adafactor": eb.adafactor,
-    "novograd": lambda lr: eb.chain(eb.clip_by_global_norm(4.0), eb.novograd(lr, weight_decay=0.1)),
     "normuon": lambda lr: eb.muon(lr, before="rows", after=eb.scale_by_normuon, others_rate=0.5),
     "kron": lambda lr: eb.kron(lr, period=2),
-    "apollo": lambda lr: eb.apollo(lr, rank=1, period=2),
-    "low rank": lambda lr: eb.chain(eb.low_rank(eb.scale_by_lion(), rank=1, period=2), eb.scale_by_learning_rate(lr)),
     "unit norms": lambda lr: eb.chain(eb.clip_by_unit_norm(0.1), eb.adamw(lr)),
     "masked": lambda lr: eb.chain(eb.masked(eb.clip_by_global_norm(1.0), lambda _, p: p.ndim > 1), eb.sgd(lr, momentum=0.9)),
     "every second step": lambda lr: eb.chain(eb.accumulate(eb.sgd(lr, momentum=0.9), every=2)),
 }  # fmt: skip
-DRAWING = ("kron", "apollo")
+DRAWING = ("kron",)
 """Transforms with random numbers, which depend on where they stand: alone, or inside of a partition."""
 SHAPES = ((5, 3), (1, 4), (7,), (3, 2), (4, 4), (8,), (2, 6), (9,), (6, 1))
 
@@ -220,10 +217,9 @@ def passes(program: Program, step: int, rank: int) -> Iterator[tuple[int, bool] 
 
 def prepare(program: Program, model: Cells, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Freeze one parameter for the step that the program says, and set the learning rate."""
+    model.own.requires_grad_(step != program.frozen_step)
     if step == program.frozen_step:
-        freeze(model, "own")
-    else:
-        unfreeze(model, "own")
+        model.own.grad = None
     for group in optimizer.param_groups if program.scheduled else ():
         group["lr"] = RATE / 2**step
 

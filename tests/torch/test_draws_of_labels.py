@@ -12,10 +12,6 @@ import everybit as eb
 from everybit_torch import TorchOptimizer
 
 
-def mini(lr: float) -> Any:
-    return eb.adam_mini(lr, labels="tensor")
-
-
 def three(lr: float) -> Any:
     """Three parts with a slot ``momentum`` each, of which one has no parameters."""
     parts = {name: eb.chain(eb.trace(0.9), eb.sgd(lr)) for name in ("vector", "cube", "matrix")}
@@ -26,7 +22,7 @@ def three(lr: float) -> Any:
 
 @pytest.mark.parametrize("alone", [False, True], indirect=True)
 @pytest.mark.parametrize("policy", ["LEAN_BF16", "KAHAN_BF16", "LEAN_8BIT"])
-@pytest.mark.parametrize("factory", [mini, three])
+@pytest.mark.parametrize("factory", [three])
 @pytest.mark.parametrize("shapes", [[(5, 4), (7,)], [(7,), (3, 3)], [(5, 4), (3, 6)]])
 def test_core_and_adapter_draw_the_same_bits(
     factory: Any, policy: str, alone: bool, shapes: list[tuple[int, ...]]

@@ -18,7 +18,7 @@ from everybit_torch.label_resolution import choices
 
 WITH_OTHERS: dict[str, Any] = {"others": eb.adamw}
 MATRIX: dict[str, dict[str, Any]] = {
-    "muon": {}, "normuon": {}, "dion": {}, **dict.fromkeys(("soap", "shampoo", "kron", "galore", "apollo"), WITH_OTHERS),
+    "muon": {}, "normuon": {}, "dion": {}, **dict.fromkeys(("soap", "shampoo", "kron"), WITH_OTHERS),
 }  # fmt: skip
 """Optimizers that leave embeddings and heads to another one, and the arguments with which they do."""
 

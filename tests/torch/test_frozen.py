@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import everybit as eb
-import everybit_torch
-from everybit_torch import AdamW, TorchOptimizer
+from everybit_torch import AdamW
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 
@@ -97,9 +96,6 @@ def test_parameters_swapped_before_the_first_step_are_the_ones_that_are_stepped(
     assert same_bits(train(model, optimizer, 3), train(reference, AdamW(reference.parameters()), 3))
 
 
-# freeze, unfreeze
-
-
 def moments(optimizer: AdamW, parameter: nn.Parameter) -> list[Any]:
     return [value.clone() for value in optimizer.state[parameter].values()]
 
@@ -112,7 +108,8 @@ def test_frozen_in_mid_run_keeps_weights_and_state_and_changes_no_bit_elsewhere(
     mine, other = AdamW(frozen.parameters(), **arguments), AdamW(never.parameters(), **arguments)
     train(frozen, mine, 3)
     train(never, other, 3)
-    assert everybit_torch.freeze(frozen, "mat*", "other") == ["matrix", "other"]
+    freeze(frozen, "matrix", "other")
+    frozen.matrix.grad = frozen.other.grad = None
     matrix, other_one = frozen.matrix.detach().clone(), frozen.other.detach().clone()
     state = moments(mine, frozen.matrix)
     train(frozen, mine, 3, start=3, without=without_frozen(frozen))
@@ -122,61 +119,30 @@ def test_frozen_in_mid_run_keeps_weights_and_state_and_changes_no_bit_elsewhere(
     assert same_bits(moments(mine, frozen.matrix), state)
     assert torch.equal(frozen.vector, never.vector)
     assert torch.equal(frozen.scalar, never.scalar)
-    assert everybit_torch.unfreeze(frozen) == [name for name, _ in frozen.named_parameters()]
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(True)
     train(frozen, mine, 1, start=6)
     assert int(mine.state[frozen.matrix]["step"]) == 4
     assert int(mine.state[frozen.vector]["step"]) == 7
 
 
 def test_a_gradient_of_zeros_that_is_left_over_does_not_move_what_is_frozen() -> None:
-    """``requires_grad_(False)`` alone leaves it, and then torch's optimizers and ours go on by momentum and decay."""
+    """``requires_grad_(False)`` alone leaves it, and then all optimizers go on by momentum and decay; without it they do not."""
     moved = {}
     for who in ("ours", "torch's"):
         model = nn.Linear(3, 3)
         make: Any = AdamW if who == "ours" else torch.optim.AdamW
         optimizer = make(model.parameters())
-        for how in ("trained", "requires_grad_", "freeze"):
+        for how in ("trained", "requires_grad_", "no gradient"):
             before = model.bias.detach().clone()
             if how == "requires_grad_":
                 model.bias.requires_grad_(False)
-            elif how == "freeze":
-                everybit_torch.freeze(model, "bias")
+            elif how == "no gradient":
+                model.bias.grad = None
             for _ in range(2):
                 model(torch.ones(2, 3)).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
             moved[who, how] = not torch.equal(model.bias, before)
     for who in ("ours", "torch's"):
-        assert [moved[who, how] for how in ("trained", "requires_grad_", "freeze")] == [True, True, False]
-
-
-def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"^patterns: got 'body\.\*', which matches no name; the model's parameters are 'matrix', "
-    ):
-        everybit_torch.freeze(Awkward(), "matrix", "body.*")
-
-
-def test_a_condition_is_switched_in_the_param_groups() -> None:
-    """An argument of the factory that is handed on to ``conditionally``: the group stands still."""
-
-    def switched(learning_rate: eb.Hyperparameter, active: eb.Hyperparameter = 1.0) -> Any:
-        return eb.conditionally(eb.adamw(learning_rate), active)
-
-    model = Awkward(torch.bfloat16)
-    optimizer = TorchOptimizer(
-        [{"params": [model.matrix]}, {"params": [model.vector, model.other]}],
-        switched,
-        lr=1e-2,
-        active=1.0,
-        policy="LEAN_BF16",
-    )
-    train(model, optimizer, 2)
-    optimizer.param_groups[0]["active"] = 0.0
-    matrix, vector = model.matrix.detach().clone(), model.vector.detach().clone()
-    train(model, optimizer, 2, start=2)
-    assert torch.equal(model.matrix, matrix)
-    assert not torch.equal(model.vector, vector)
-    optimizer.param_groups[0]["active"] = 1.0
-    train(model, optimizer, 1, start=4)
-    assert not torch.equal(model.matrix, matrix)
+        assert [moved[who, how] for how in ("trained", "requires_grad_", "no gradient")] == [True, True, False]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit_torch import ASGD, Adafactor, AdamW, TorchOptimizer
-from tests.support.closed_optim import CLOSED, PAIRS, lacks_gradient, wide_numbers
+from everybit_torch import Adafactor, AdamW, TorchOptimizer
+from tests.support.closed_optim import BY_NAME, CLOSED, PAIRS, lacks_gradient, wide_numbers
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 
@@ -19,10 +19,10 @@ def skip_sometimes(step: int, name: str) -> bool:
     return (name == "vector" and step % 3 == 1) or (name == "other" and step < 10)
 
 
-@pytest.mark.parametrize(("ours", "theirs", "arguments"), PAIRS)
+@pytest.mark.parametrize(("ours", "theirs", "arguments"), [*PAIRS, *BY_NAME])
 @pytest.mark.sampled(3)
 def test_float64_follows_torch_for_200_steps(
-    ours: type[TorchOptimizer], theirs: type[torch.optim.Optimizer], arguments: dict[str, Any]
+    ours: Callable[..., TorchOptimizer], theirs: type[torch.optim.Optimizer], arguments: dict[str, Any]
 ) -> None:
     def without(step: int, name: str) -> bool:
         return lacks_gradient(ours, name) or skip_sometimes(step, name)
@@ -38,12 +38,15 @@ def test_float64_follows_torch_for_200_steps(
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "arguments"),
-    [pytest.param(*pair, marks=pytest.mark.exhaustive if pair in CLOSED else ()) for pair in PAIRS],
+    [
+        pytest.param(*pair, marks=pytest.mark.exhaustive if pair in [*CLOSED, *BY_NAME] else ())
+        for pair in [*PAIRS, *BY_NAME]
+    ],
 )
 def test_float32_follows_torch_and_float64_to_a_few_units_in_the_last_place(
-    ours: type[TorchOptimizer], theirs: type[torch.optim.Optimizer], arguments: dict[str, Any]
+    ours: Callable[..., TorchOptimizer], theirs: type[torch.optim.Optimizer], arguments: dict[str, Any]
 ) -> None:
-    def run(kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> list[torch.Tensor]:
+    def run(kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> list[torch.Tensor]:
         model = Awkward(dtype)
         optimizer = kind(model.parameters(), **arguments)
         for step in range(200):
@@ -62,7 +65,7 @@ def test_float32_follows_torch_and_float64_to_a_few_units_in_the_last_place(
     decoupled = ours in (AdamW, Adafactor) or arguments.get("decoupled_weight_decay", False)
     drift = 200 * abs(float(torch.tensor(factor)) - factor) if decoupled else 0.0
     # Of ASGD the factor 1 - lambd * eta is another one in each step, rounded by half an ulp of 1/2 at most.
-    drift += 200 * 2.0**-25 if ours is ASGD else 0.0
+    drift += 200 * 2.0**-25 if theirs is torch.optim.ASGD else 0.0
     for a, b, c in zip(got, torchs, exact, strict=True):
         if a.numel():
             largest = c.abs().max().clamp(min=1.0)

@@ -17,7 +17,7 @@ from everybit_cli.compare.options import CompareOptions, Plan, optimizer_of
 from everybit_cli.compare.results import Point, Probe, Record
 from everybit_cli.machine import timed, wait_for
 from everybit_cli.policies import AUTOCAST
-from everybit_torch.training.evaluation import evaluation_weights
+from everybit_torch.evaluation import evaluation_weights
 
 WARMUP_SHARE = 0.1
 FINAL_SHARE = 0.1  # of the highest learning rate

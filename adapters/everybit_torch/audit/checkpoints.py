@@ -19,7 +19,6 @@ import everybit as eb
 from everybit.stepping.entries import VERSION_KEY
 from everybit_torch import drop_ins
 from everybit_torch.audit.layers import LayerAudit, audit_step
-from everybit_torch.checkpoint.single_file import load_checkpoint
 from everybit_torch.optim import TorchOptimizer
 
 MOMENTUM = ("exp_avg", "momentum_buffer", "momentum")
@@ -98,7 +97,14 @@ def _contents(
     path: Path, model_key: str | None, optimizer_key: str | None
 ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     """The state dicts of the model and of the optimizer."""
-    contents = load_checkpoint(path, map_location="cpu")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: is no file; accepted is a file that torch.save wrote.")
+    try:
+        contents = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch documents no list of them
+        raise ValueError(f"{path}: does not load under weights_only=True ({error}).") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path}: holds a {type(contents).__name__}; accepted is a dict of state dicts.")
     is_optimizer = {
         key: isinstance(x, Mapping) and {"state", "param_groups"} <= x.keys() for key, x in contents.items()
     }

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from everybit_torch.checkpoint.single_file import with_message
+from everybit_torch.checkpoint.atomic_files import with_message
 from everybit_torch.collectives import Communicator
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from everybit_torch.checkpoint.atomic_files import read_whole
 from everybit_torch.checkpoint.inventory import Inventory, Piece, SavedTensor
-from everybit_torch.checkpoint.single_file import read_whole
 from everybit_torch.torch_internals.pickles import StorageInfo, dcp_classes
 
 FILE = ".metadata"

@@ -9,9 +9,9 @@ import zlib
 from pathlib import Path, PurePath
 
 from everybit_torch.checkpoint import dcp_metadata, inventory
+from everybit_torch.checkpoint.atomic_files import replace_file
 from everybit_torch.checkpoint.inventory import Inventory
 from everybit_torch.checkpoint.reading import overlaps
-from everybit_torch.checkpoint.single_file import replace_file
 
 LATEST = "latest"
 """The file that names the checkpoint that is whole, with a checksum of the name."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from everybit_torch.checkpoint.single_file import read_whole, replace_file
+from everybit_torch.checkpoint.atomic_files import read_whole, replace_file
 
 FILE = "everybit.json"
 """The inventory of a checkpoint's folder."""

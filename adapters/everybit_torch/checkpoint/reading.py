@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from everybit_torch.checkpoint.atomic_files import with_message
 from everybit_torch.checkpoint.inventory import Inventory, Piece
 from everybit_torch.checkpoint.shard_tensor import ShardTensor, overlap
-from everybit_torch.checkpoint.single_file import with_message
 from everybit_torch.dtensors import fits_in
 
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from everybit_torch.checkpoint import dcp_metadata
+from everybit_torch.checkpoint.atomic_files import FailingStream, replace_file, with_message
 from everybit_torch.checkpoint.inventory import Inventory, Piece, SavedTensor, write_inventory
-from everybit_torch.checkpoint.single_file import FailingStream, replace_file, with_message
 
 
 class _Written(NamedTuple):

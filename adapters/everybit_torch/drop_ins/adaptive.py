@@ -1,4 +1,4 @@
-"""Adagrad, Adadelta and Adafactor with ``torch.optim``'s signatures."""
+"""Adagrad and Adafactor with ``torch.optim``'s signatures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.policies import PolicyOrName
-from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, DropIn, Options
+from everybit_torch.drop_ins.drop_in import DropIn, Options
 from everybit_torch.optim import Params, TorchNames
 from everybit_torch.segments import Compile
 
@@ -64,50 +64,6 @@ class Adagrad(DropIn):
             params, eb.adagrad, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, initial_accumulator_value=initial_accumulator_value,
             eps=eps, maximize=maximize, policy=policy, average=average, compile=compile,
             metrics=metrics, seed=seed, **options,
-        )  # fmt: skip
-
-
-class Adadelta(DropIn):
-    """Adadelta, as ``torch.optim.Adadelta``; see :func:`everybit.adadelta` and :class:`~everybit_torch.TorchOptimizer`.
-
-    Args:
-        params: Parameters, or param groups.
-        lr: Learning rate, at least zero.
-        rho: Decay rate of the running squares, in [0, 1].
-        eps: Added inside the roots.
-        weight_decay: L2 penalty.
-        maximize: Ascend instead.
-        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`. None: as the model is, for
-            float32 and float64 models alone.
-        average: The decay rate of a moving average of the weights (EMA), such as 0.999; see :class:`TorchOptimizer`.
-        compile: Compile the step; ``"auto"``: for large models.
-        metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
-        seed: The seed of stochastic rounding.
-        options: See :class:`Options`.
-    """
-
-    torch_class = torch.optim.Adadelta
-    torch_names = TorchNames({"variance": "square_avg", "update_variance": "acc_delta"}, True, IMPLEMENTATION)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1.0,
-        rho: float = 0.9,
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        average: float | Tensor | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(
-            params, eb.adadelta, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, average=average, compile=compile, metrics=metrics, seed=seed, **options,
         )  # fmt: skip
 
 

@@ -22,9 +22,9 @@ from everybit_torch.optim import Params, TorchOptimizer, named_by
 from everybit_torch.segments import Compile
 
 Choice = Literal[
-    "alone", "both", "cautious", "channel", "columns", "columns_then_rows", "corrected", "coupled", "decoupled", "directions", "exact",
-    "independent", "kept", "kl", "larger", "largest", "last", "learning_rate", "longer", "match_rms_adamw", "none", "original", "random",
-    "root", "rows", "rows_then_columns", "singular", "smaller", "spectral_unclamped", "start", "step", "steps", "tensor",
+    "alone", "both", "cautious", "columns", "columns_then_rows", "corrected", "coupled", "decoupled", "directions", "exact",
+    "independent", "kept", "kl", "largest", "last", "learning_rate", "longer", "match_rms_adamw", "none", "original", "root", "rows",
+    "rows_then_columns", "spectral_unclamped", "start", "step", "steps",
 ]  # fmt: skip
 """The words that choose among variants of an optimizer."""
 
@@ -50,14 +50,8 @@ CLASSES: Mapping[OptimizerName, type[TorchOptimizer]] = {
     "adamw": adam.AdamW,
     "lion": momentum.Lion,
     "rmsprop": momentum.RMSprop,
-    "nadam": adam.NAdam,
-    "radam": adam.RAdam,
     "adagrad": adaptive.Adagrad,
-    "adamax": adam.Adamax,
-    "adadelta": adaptive.Adadelta,
     "torch_adafactor": adaptive.Adafactor,
-    "rprop": momentum.Rprop,
-    "asgd": momentum.ASGD,
 }
 """The optimizers that have a class with torch's signature; all others are a :class:`TorchOptimizer` of their function."""
 

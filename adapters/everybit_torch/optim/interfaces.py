@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -18,8 +18,6 @@ class TorchNames:
         counts: Whether it counts steps.
         options: Options of torch's param groups that ours does not have, with the values that agree with it.
         ours: Options of our param groups that torch's does not have, with the values that agree with it.
-        shared: Names of numbers that our parameters share, and torch's, which keeps one for each parameter.
-        computed: What torch keeps and ours computes at each step: by torch's name, its value from a param group and the count of steps.
         eager: Whether torch's has state before its first step.
     """
 
@@ -27,14 +25,12 @@ class TorchNames:
     counts: bool
     options: Mapping[str, Any]
     ours: Mapping[str, Any] = field(default_factory=dict)
-    shared: Mapping[str, str] = field(default_factory=dict)
-    computed: Mapping[str, Callable[[Mapping[str, Any], int], float]] = field(default_factory=dict)
     eager: bool = False
 
     @property
     def kept(self) -> frozenset[str]:
         """The names of what torch's optimizer keeps for a parameter, without its count of steps."""
-        return frozenset({*self.slots.values(), *self.shared.values(), *self.computed})
+        return frozenset(self.slots.values())
 
 
 class Front(Protocol):

@@ -13,13 +13,11 @@ from everybit.linalg.orthogonalization import (
     Triple,
     iterated,
 )
-from everybit.linalg.projections import Basis, ProjectedSide, Projection
 from everybit.linalg.views import MatrixView, batched, flattened, heads, matrix, row_blocks, view_for
 from everybit.linalg.whitening import fitted
 
 __all__ = [
-    "PUBLISHED", "Arithmetic", "Basis", "Batching", "Block", "Coefficients", "Kronecker", "MatrixView", "NewtonSchulz",
-    "Normalization", "ProjectedSide", "Projection", "Sides", "Triple", "Which", "batched", "eigenvectors", "factored_dimensions",
-    "fitted", "flattened", "heads", "inverse_roots", "iterated", "matrix", "orthonormal", "product", "root_mean_square", "row_blocks",
-    "view_for",
+    "PUBLISHED", "Arithmetic", "Batching", "Block", "Coefficients", "Kronecker", "MatrixView", "NewtonSchulz", "Normalization", "Sides",
+    "Triple", "Which", "batched", "eigenvectors", "factored_dimensions", "fitted", "flattened", "heads", "inverse_roots", "iterated",
+    "matrix", "orthonormal", "product", "root_mean_square", "row_blocks", "view_for",
 ]  # fmt: skip

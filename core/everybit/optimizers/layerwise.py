@@ -11,7 +11,6 @@ from everybit.transforms import (
     scale_by_adam,
     scale_by_lars,
     scale_by_learning_rate,
-    scale_by_novograd,
     scale_by_trust_ratio,
     trace,
 )
@@ -87,26 +86,3 @@ def lars(
     )
     ways = (trace(momentum, nesterov=nesterov), scale_by_learning_rate(learning_rate))
     return chain(*ratio, *(reversed(ways) if rate_inside else ways))
-
-
-def novograd(
-    learning_rate: Hyperparameter = 1e-2,
-    *,
-    b1: Hyperparameter = 0.9,
-    b2: Hyperparameter = 0.25,
-    eps: Hyperparameter = 1e-8,
-    weight_decay: Hyperparameter = 0.0,
-) -> Chain:
-    """NovoGrad (Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286), as optax's: one number of each tensor for the second moment.
-
-    Args:
-        learning_rate: Non-negative.
-        b1: Decay rate of the sum of normalised gradients, in [0, 1).
-        b2: Decay rate of the norms' square, in [0, 1).
-        eps: Added outside the root.
-        weight_decay: Decay, which goes through the momentum.
-
-    Raises:
-        ValueError: A hyperparameter out of range.
-    """
-    return chain(scale_by_novograd(b1, b2, eps, weight_decay=weight_decay), scale_by_learning_rate(learning_rate))

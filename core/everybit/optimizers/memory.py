@@ -5,22 +5,18 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from everybit.base import Hyperparameter, require_word
-from everybit.combinators import Chain, chain, masked, partition
+from everybit.combinators import Chain, chain
 from everybit.linalg import Which
 from everybit.protocol import Transform
 from everybit.schedules import relative_step_schedule
 from everybit.transforms import (
-    AdamMiniBlocks,
     add_decayed_weights,
     identity,
     running_mean,
-    scale_by_adam,
-    scale_by_adam_mini,
     scale_by_came,
     scale_by_factored_rms,
     scale_by_learning_rate,
     scale_by_parameter_rms,
-    scale_by_sm3,
     subtract_decayed_weights,
     subtract_relative_decay,
 )
@@ -147,88 +143,6 @@ def came(
     """
     return chain(
         scale_by_came(b1, b2, b3, eps1, eps2, clip_threshold),
-        add_decayed_weights(weight_decay),
-        scale_by_learning_rate(learning_rate),
-    )
-
-
-def adam_mini(
-    learning_rate: Hyperparameter = 1e-3,
-    *,
-    b1: Hyperparameter = 0.9,
-    b2: Hyperparameter = 0.999,
-    eps: Hyperparameter = 1e-8,
-    head_size: int | None = None,
-    weight_decay: Hyperparameter = 0.0,
-    mask: Any = None,
-    labels: Any = None,
-) -> Chain:
-    """Adam-mini (Zhang et al. 2024, https://arxiv.org/abs/2406.16793), as the authors' ``Adam_mini`` 1.1: one second moment for each block.
-
-    Blocks are told by names: a head of queries and keys, a row of embeddings, of the output layer, of values, projections and MLPs, and
-    whole tensors of the rest; biases have a second moment for each element, as in Adam. What went where is printed by
-    ``eb.label_table(eb.AdamMiniBlocks(), dict(model.named_parameters()))``.
-
-    Args:
-        learning_rate: At least zero; AdamW's.
-        b1: Decay rate of the first moment, in [0, 1).
-        b2: Decay rate of the second moment, in [0, 1).
-        eps: Added outside the root.
-        head_size: Rows of a query or key that belong to one head; without it, a query or key is refused.
-        weight_decay: Decoupled decay.
-        mask: Where weights decay, as :func:`everybit.adamw` has it.
-        labels: Instead of :class:`everybit.AdamMiniBlocks`: a function of (path, parameter), or a tree that is a prefix of the parameters',
-            with labels ``"element"``, ``"head"``, ``"row"`` and ``"tensor"``. (``"tensor"`` alone is a tree for all parameters.)
-
-    Raises:
-        ValueError: A hyperparameter out of range. From ``init``: a parameter without name or without known block, rows that are
-            no multiple of ``head_size``, a ``head_size`` without queries and keys.
-
-    Examples:
-        >>> import everybit as eb
-        >>> optimizer = eb.with_policy(eb.adam_mini(3e-4, head_size=64, weight_decay=0.1, mask=eb.not_norm_or_bias), eb.policies.LEAN_BF16)
-    """
-    blocks: dict[str, Transform[Any]] = {
-        "element": scale_by_adam(b1, b2, eps),
-        "row": scale_by_adam_mini(b1, b2, eps, 1),
-        "tensor": scale_by_adam_mini(b1, b2, eps),
-    }
-    heads = {} if head_size is None else {"head": scale_by_adam_mini(b1, b2, eps, head_size)}
-    decay = add_decayed_weights(weight_decay)
-    return chain(
-        partition(
-            {**blocks, **heads}, AdamMiniBlocks(head_size is not None) if labels is None else labels, optional=blocks
-        ),
-        decay if mask is None else masked(decay, mask),
-        scale_by_learning_rate(learning_rate),
-    )
-
-
-def sm3(
-    learning_rate: Hyperparameter = 1e-1,
-    *,
-    b1: Hyperparameter | None = 0.9,
-    b2: Hyperparameter | None = None,
-    eps: Hyperparameter = 1e-30,
-    keep_greatest: bool = False,
-    weight_decay: Hyperparameter = 0.0,
-) -> Chain:
-    """SM3 (Anil et al. 2019, https://arxiv.org/abs/1901.11150), as the authors', optax's and pytorch_optimizer's.
-
-    Args:
-        learning_rate: Non-negative.
-        b1: Decay rate of a mean of directions, in [0, 1); None: no mean.
-        b2: Decay rate of the squares, in [0, 1); None: they are summed up, as in the paper.
-        eps: Added inside the root; optax has 1e-8.
-        keep_greatest: Let no kept square fall; see :class:`~everybit.transforms.shared_moments.ScaleBySm3`.
-        weight_decay: Decoupled decay.
-
-    Raises:
-        ValueError: A hyperparameter out of range.
-    """
-    return chain(
-        scale_by_sm3(b2=b2, eps=eps, keep_greatest=keep_greatest),
-        identity() if b1 is None else running_mean(b1),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everybit.base import Hyperparameter, Scalar
-from everybit.combinators import Chain, Partition, chain, low_rank
-from everybit.linalg import Basis, Kronecker, MatrixView, ProjectedSide, Projection
+from everybit.combinators import Chain, Partition, chain
+from everybit.linalg import Kronecker, MatrixView
 from everybit.optimizers.adam import adamw
 from everybit.optimizers.matrices import MATRICES, Matrices, Others, routed, viewed
 from everybit.transforms import (
@@ -14,11 +14,8 @@ from everybit.transforms import (
     Damping,
     Grafting,
     Scale,
-    ScaledBy,
     Trace,
     add_decayed_weights,
-    scale_by_adam,
-    scale_by_apollo,
     scale_by_dion,
     scale_by_kron,
     scale_by_learning_rate,
@@ -219,102 +216,5 @@ def dion(
     def of(seen: MatrixView | None) -> Chain:
         direction = scale_by_dion(decay, rank_divisor, eps, scale, seen)
         return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
-
-    return routed(of, learning_rate, matrices, others)
-
-
-def galore(
-    learning_rate: Hyperparameter = 1e-3,
-    *,
-    rank: int = 128,
-    period: int = 200,
-    scale: Hyperparameter = 0.25,
-    b1: Hyperparameter = 0.9,
-    b2: Hyperparameter = 0.999,
-    eps: Hyperparameter = 1e-6,
-    weight_decay: Hyperparameter = 0.0,
-    basis: Basis = "singular",
-    side: ProjectedSide = "smaller",
-    others: Others = None,
-    matrices: Matrices = MATRICES,
-) -> Chain | Partition:
-    """GaLore (Zhao et al. 2024, https://arxiv.org/abs/2403.03507): Adam in a subspace of low rank, with state of that size.
-
-    :func:`everybit.low_rank` has other transforms in the place of Adam.
-
-    Args:
-        learning_rate: Non-negative.
-        rank: Of the subspace of each matrix; for ``period``, ``basis`` and ``side``, too, see :class:`~everybit.Projection`.
-        period: Updates between two choices of a subspace.
-        scale: Factor of projected updates.
-        b1: Decay rate of the mean gradient, in [0, 1).
-        b2: Decay rate of its squares, in [0, 1).
-        eps: Added to the root, before the bias is corrected.
-        weight_decay: Non-negative; of weights that have moved, times the learning rate, as the authors do.
-        basis: ``"singular"``: singular vectors; ``"random"``: random vectors.
-        side: The dimension that is projected.
-        others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: GaLore steps them.
-        matrices: Which parameters are matrices, and how each is seen.
-
-    Raises:
-        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
-    """
-
-    def of(seen: MatrixView | None) -> Chain:
-        adam = scale_by_adam(b1, b2, eps, eps_before_correction=True)
-        direction = low_rank(adam, rank=rank, period=period, scale=scale, basis=basis, side=side, view=seen)
-        decay = subtract_decay_of_moved(weight_decay, learning_rate)
-        return chain(direction, scale_by_learning_rate(learning_rate), decay)
-
-    return routed(of, learning_rate, matrices, others)
-
-
-def apollo(
-    learning_rate: Hyperparameter = 1e-2,
-    *,
-    rank: int = 256,
-    scale: Hyperparameter = 1.0,
-    scale_type: ScaledBy = "channel",
-    limit: Hyperparameter | None = 1.01,
-    period: int = 200,
-    b1: Hyperparameter = 0.9,
-    b2: Hyperparameter = 0.999,
-    eps: Hyperparameter = 1e-6,
-    weight_decay: Hyperparameter = 0.0,
-    basis: Basis = "random",
-    side: ProjectedSide = "smaller",
-    others: Others = None,
-    matrices: Matrices = MATRICES,
-) -> Chain | Partition:
-    """APOLLO (Zhu et al. 2024, https://arxiv.org/abs/2412.05270): gradients, scaled as Adam scales a random projection of them.
-
-    APOLLO-Mini is ``apollo(lr, rank=1, scale_type="tensor", scale=128)``.
-
-    Args:
-        learning_rate: Non-negative.
-        rank: Of the projection of each matrix; for ``period``, ``basis`` and ``side``, too, see :class:`~everybit.Projection`.
-        scale: Factor of the steps of projected matrices, of which the root is taken; for this to ``limit`` see
-            :class:`~everybit.transforms.projected.ScaleByApollo`.
-        scale_type: Whether each channel has a factor of its own, or each matrix (``"tensor"``).
-        limit: The greatest factor by which the norm of a matrix's step may grow from an update to the next; None: no limit.
-        period: Updates between two choices of a projection.
-        b1: Decay rate of the mean of projections, in [0, 1).
-        b2: Decay rate of their squares, in [0, 1).
-        eps: Added to the root, before the bias is corrected.
-        weight_decay: Non-negative; of weights that have moved, times the learning rate, as the authors do.
-        basis: ``"random"``: of random vectors, which are not stored; ``"singular"``: of singular vectors, as GaLore's.
-        side: The dimension that is projected.
-        others: A function from a learning rate to the optimizer of all but matrices, such as ``everybit.adamw``. None: APOLLO steps them.
-        matrices: Which parameters are matrices, and how each is seen.
-
-    Raises:
-        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
-    """
-
-    def of(seen: MatrixView | None) -> Chain:
-        projection = Projection(rank, period, basis, side, seen)
-        direction = scale_by_apollo(scale, scale_type, limit, b1, b2, eps, projection)
-        decay = subtract_decay_of_moved(weight_decay, learning_rate)
-        return chain(direction, scale_by_learning_rate(learning_rate), decay)
 
     return routed(of, learning_rate, matrices, others)

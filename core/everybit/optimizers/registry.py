@@ -17,10 +17,10 @@ import torch
 from everybit.base import tree
 from everybit.optimizers.adam import adam, adam_atan2, adamw, stable_adamw
 from everybit.optimizers.adam_variants import adabelief, adan, ademamix, adopt, laprop, mars, yogi
-from everybit.optimizers.layerwise import lamb, lars, novograd
-from everybit.optimizers.memory import adafactor, adam_mini, came, sm3
+from everybit.optimizers.layerwise import lamb, lars
+from everybit.optimizers.memory import adafactor, came
 from everybit.optimizers.muon import muon, normuon
-from everybit.optimizers.preconditioned import apollo, dion, galore, kron, shampoo, soap
+from everybit.optimizers.preconditioned import dion, kron, shampoo, soap
 from everybit.optimizers.schedule_free import schedule_free_adamw, schedule_free_radam, schedule_free_sgd
 from everybit.optimizers.sgd import rmsprop, sgd
 from everybit.optimizers.sign import lion, signum, tiger
@@ -28,13 +28,13 @@ from everybit.optimizers.torch_optim import adadelta, adagrad, adamax, asgd, nad
 from everybit.policies import Policy, PolicyName, with_name_resolved
 from everybit.protocol import Cut, Transform, eval_params
 from everybit.stepping import with_policy
-from everybit.transforms import dadapt_adam, prodigy
+from everybit.transforms import prodigy
 
 OptimizerName = Literal[
     "sgd", "adam", "adamw", "lion", "rmsprop", "nadam", "radam", "adagrad", "adamax", "adadelta", "torch_adafactor", "rprop", "asgd",
     "ademamix", "adopt", "schedule_free_sgd", "schedule_free_adamw", "prodigy", "lamb", "lars", "adan", "adabelief", "yogi", "laprop",
-    "signum", "tiger", "stable_adamw", "mars", "novograd", "schedule_free_radam", "dadapt_adam", "adam_atan2", "adafactor", "came",
-    "adam_mini", "sm3", "muon", "normuon", "soap", "shampoo", "kron", "galore", "apollo", "dion",
+    "signum", "tiger", "stable_adamw", "mars", "schedule_free_radam", "adam_atan2", "adafactor", "came",
+    "muon", "normuon", "soap", "shampoo", "kron", "dion",
 ]  # fmt: skip
 
 Reductions = Literal["none", "per tensor", "over everything"]
@@ -182,23 +182,17 @@ _OPTIMIZERS: tuple[NamedOptimizer, ...] = (
     NamedOptimizer("tiger", tiger, "Tiger", "Su 2023", "https://github.com/bojone/tiger"),
     NamedOptimizer("stable_adamw", stable_adamw, "StableAdamW", "Wortsman et al. 2023", "https://arxiv.org/abs/2304.13013"),
     NamedOptimizer("mars", mars, "MARS-AdamW", "Yuan et al. 2024", "https://arxiv.org/abs/2411.10438"),
-    NamedOptimizer("novograd", novograd, "NovoGrad", "Ginsburg et al. 2019", "https://arxiv.org/abs/1905.11286"),
     NamedOptimizer(
         "schedule_free_radam", schedule_free_radam, "schedule-free RAdam", "Defazio et al. 2024", "https://arxiv.org/abs/2405.15682",
     ),
-    NamedOptimizer("dadapt_adam", dadapt_adam, "Adam with D-Adaptation", "Defazio & Mishchenko 2023", "https://arxiv.org/abs/2301.07733"),
     NamedOptimizer("adam_atan2", adam_atan2, "Adam-atan2", "Everett et al. 2024", "https://arxiv.org/abs/2407.05872"),
     NamedOptimizer("adafactor", adafactor, "Adafactor", "Shazeer & Stern 2018", "https://arxiv.org/abs/1804.04235"),
     NamedOptimizer("came", came, "CAME", "Luo et al. 2023", "https://arxiv.org/abs/2307.02047"),
-    NamedOptimizer("adam_mini", adam_mini, "Adam-mini", "Zhang et al. 2024", "https://arxiv.org/abs/2406.16793"),
-    NamedOptimizer("sm3", sm3, "SM3", "Anil et al. 2019", "https://arxiv.org/abs/1901.11150"),
     NamedOptimizer("muon", muon, "Muon, with AdamW", "Jordan et al. 2024", "https://kellerjordan.github.io/posts/muon/"),
     NamedOptimizer("normuon", normuon, "NorMuon, with AdamW", "Li et al. 2025", "https://arxiv.org/abs/2510.05491"),
     NamedOptimizer("soap", soap, "SOAP", "Vyas et al. 2024", "https://arxiv.org/abs/2409.11321"),
     NamedOptimizer("shampoo", shampoo, "Shampoo", "Gupta et al. 2018", "https://arxiv.org/abs/1802.09568"),
     NamedOptimizer("kron", kron, "PSGD with a Kronecker preconditioner", "Li 2015, 2024", "https://arxiv.org/abs/2402.11858"),
-    NamedOptimizer("galore", galore, "GaLore", "Zhao et al. 2024", "https://arxiv.org/abs/2403.03507"),
-    NamedOptimizer("apollo", apollo, "APOLLO", "Zhu et al. 2024", "https://arxiv.org/abs/2412.05270"),
     NamedOptimizer("dion", dion, "Dion, with AdamW", "Ahn et al. 2025", "https://arxiv.org/abs/2504.05295"),
 )  # fmt: skip
 

@@ -2,9 +2,9 @@
 
 from everybit.stepping.metrics import Metrics, with_metrics
 from everybit.stepping.optimizer import Optimizer, OptimizerState, StepTrace, Unsafe, nbytes, state_bytes, with_policy
-from everybit.stepping.updates import apply_updates, outer_gradient, sam_point
+from everybit.stepping.updates import apply_updates
 
 __all__ = [
-    "Metrics", "Optimizer", "OptimizerState", "StepTrace", "Unsafe", "apply_updates", "nbytes", "outer_gradient",
-    "sam_point", "state_bytes", "with_metrics", "with_policy",
+    "Metrics", "Optimizer", "OptimizerState", "StepTrace", "Unsafe", "apply_updates", "nbytes", "state_bytes", "with_metrics",
+    "with_policy",
 ]  # fmt: skip

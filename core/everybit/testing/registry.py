@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from everybit.combinators import (
@@ -14,12 +12,8 @@ from everybit.combinators import (
     apply_if_finite,
     cautious,
     chain,
-    conditionally,
     ema_nesterov,
-    freezable,
-    inject_hyperparameters,
     lookahead,
-    low_rank,
     masked,
     named_chain,
     partition,
@@ -33,17 +27,14 @@ from everybit.optimizers import (
     adagrad,
     adam,
     adam_atan2,
-    adam_mini,
     adamax,
     adamw,
     adan,
     ademamix,
     adopt,
-    apollo,
     asgd,
     came,
     dion,
-    galore,
     kron,
     lamb,
     laprop,
@@ -53,7 +44,6 @@ from everybit.optimizers import (
     muon,
     nadam,
     normuon,
-    novograd,
     radam,
     rmsprop,
     rprop,
@@ -63,7 +53,6 @@ from everybit.optimizers import (
     sgd,
     shampoo,
     signum,
-    sm3,
     soap,
     stable_adamw,
     tiger,
@@ -71,7 +60,6 @@ from everybit.optimizers import (
     torch_muon,
     yogi,
 )
-from everybit.protocol import Context, SumOfSquares
 from everybit.schedules import (
     cosine_restarts_schedule,
     exponential_decay_schedule,
@@ -87,7 +75,6 @@ from everybit.transforms import (
     add_cautious_decay,
     add_corrected_decay,
     add_decayed_weights,
-    add_noise,
     amplify_slow_gradients,
     average_weights,
     centralize,
@@ -95,17 +82,13 @@ from everybit.transforms import (
     clip_by_global_norm,
     clip_by_rms,
     clip_by_unit_norm,
-    clip_by_z_score,
-    dadapt_adam,
     identity,
     normalize_by_global_norm,
     power_average_weights,
     prodigy,
     scale,
     scale_by_adam,
-    scale_by_factored_rms,
     scale_by_learning_rate,
-    scale_by_lion,
     scale_by_normuon,
     scale_by_rms,
     scale_by_sign,
@@ -121,20 +104,6 @@ def _is_matrix(_path: str, leaf: Tensor) -> bool:
 
 def _kind(_path: str, leaf: Tensor) -> str:
     return "matrix" if leaf.ndim > 1 else "vector" if leaf.ndim else "number"
-
-
-def _mini_block(path: str, leaf: Tensor) -> str:
-    if leaf.ndim > 1:
-        return "row" if len(leaf) % 3 else "head"
-    return "element" if path.endswith("['b']") else "tensor"
-
-
-def _dimensions(_path: str, leaf: Tensor) -> str:
-    return "tensor" if leaf.ndim else "number"
-
-
-def _is_large(updates: Any, ctx: Context) -> Tensor:
-    return ctx.request(SumOfSquares(updates), lambda square: square > 4.0)
 
 
 _decay = warmup_cosine_decay_schedule(0.1, 3, steps=50, end=0.01)
@@ -193,22 +162,12 @@ _BUILDS: dict[str, Build] = {
     ),
     "unit norms clipped": lambda lr: chain(clip_by_unit_norm(0.1), clip_by_unit_norm(0.05, units="last"), sgd(lr)),
     "rms clipped": lambda lr: chain(clip_by_rms(0.5), sgd(lr)),
-    "z clipped": lambda lr: chain(clip_by_z_score(warmup=1, limit=0.5), sgd(lr)),
     "cleaned": lambda lr: chain(zero_nans(infinite=True), normalize_by_global_norm(2.0), sgd(lr)),
     "centralized": lambda lr: chain(centralize(), sgd(lr, momentum=0.9)),
-    "noisy": lambda lr: chain(add_noise(), add_noise(0.5, 0.1), sgd(lr)),
     "slow gradients": lambda lr: chain(amplify_slow_gradients(), sgd(lr)),
     "lookahead": lambda lr: chain(lookahead(sgd(lr, momentum=0.9), period=2, share=0.3)),
-    "injected": lambda lr: inject_hyperparameters(adamw(lr), "b1", "weight_decay"),
     "large updates skipped": lambda lr: skip_large_updates(adamw(lr), 20.0),
     "ema nesterov": lambda lr: chain(ema_nesterov(adamw(lr), lambda done: 0.1 * _decay(done) + 0.3, 0.9)),
-    "conditionally": lambda lr: conditionally(adamw(lr), lambda done: done % 2 == 0),
-    "conditionally by updates": lambda lr: chain(
-        conditionally(clip_by_global_norm(1.0), torch.tensor(1.0), judge=_is_large, otherwise="pass"), sgd(lr)
-    ),
-    "freezable": lambda lr: freezable(
-        {"tensor": adamw(lr), "number": sgd(lr, momentum=0.9)}, _dimensions, frozen=("number",)
-    ),
     "ademamix": lambda lr: ademamix(lr, b3=0.99, alpha_warmup=3, b3_warmup=4, eps_root=1e-12),
     "adopt": lambda lr: adopt(lr, nesterov=True, weight_decay=0.1),
     "adopt unclipped": lambda lr: adopt(lr, eps=0.1, clip_power=None, weight_decay=0.1, decay_at_first=True),
@@ -230,16 +189,12 @@ _BUILDS: dict[str, Build] = {
     "stable adamw": stable_adamw,
     "mars": lambda lr: mars(lr, weight_decay=0.1),
     "mars lion": lambda lr: mars(lr, gamma=0.1, max_norm=None, zero_before=True, sign=True),
-    "novograd": lambda lr: novograd(lr, weight_decay=0.1),
     "adafactor": lambda lr: adafactor(lr, weight_decay=0.1),
     "adafactor momentum": lambda lr: adafactor(lr, b1=0.9, b2_cap=0.95, weight_decay=0.1, dimensions="largest"),
     "adafactor directions": lambda lr: adafactor(
         lr, b1=0.9, momentum_of="directions", clip_threshold=None, scale_parameter=False, weight_decay=0.1
     ),
     "came": lambda lr: came(lr, weight_decay=0.1),
-    "adam mini": lambda lr: adam_mini(lr, head_size=3, weight_decay=0.1, labels=_mini_block),
-    "sm3": lambda lr: sm3(lr, weight_decay=0.1),
-    "sm3 averaged": lambda lr: sm3(lr, b1=None, b2=0.9, eps=1e-8, keep_greatest=True),
     "muon": lambda lr: muon(
         lr,
         averaged=False,
@@ -300,16 +255,7 @@ _BUILDS: dict[str, Build] = {
         where=Kronecker(vectors=True, merge=True, max_dimension=2048),
     ),
     "dion": lambda lr: dion(lr, rank_divisor=2, others=adamw),
-    "galore": lambda lr: galore(lr, rank=2, period=2, weight_decay=0.1),
-    "low rank lion": lambda lr: chain(
-        low_rank(scale_by_lion(), rank=2, period=2, basis="random", side="larger"), scale_by_learning_rate(lr)
-    ),
-    "low rank factored": lambda lr: chain(low_rank(scale_by_factored_rms(), rank=2), scale_by_learning_rate(lr)),
-    "apollo": lambda lr: apollo(lr, rank=2, period=2, weight_decay=0.1),
-    "apollo mini": lambda lr: apollo(lr, rank=1, scale_type="tensor", scale=128.0, basis="singular", limit=None),
     "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
-    "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),
-    "dadapt adam limited": lambda lr: dadapt_adam(lr, d0=1e-2, growth_rate=1.5, bias_correction=True),
     "schedule-free radam": lambda lr: schedule_free_radam(lr, b2=0.9, r=1.0, weight_decay=0.1),
     "schedule-free radam sgd": lambda lr: schedule_free_radam(lr, b2=0.9, sgd_phase=True),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),

@@ -1,4 +1,4 @@
-"""Clipping with a relative limit: to the weights, to the tensor's own size, or to the norms of earlier steps."""
+"""Clipping with a relative limit: to the weights, or to the tensor's own size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import NonNegative, Rate, Updates, at, beside, materialize, mean, require_step, sqrt, tree
-from everybit.protocol import ALONE, Context, Elementwise, SumOfSquares, WholeTensors
+from everybit.base import NonNegative, at, beside, materialize, mean, sqrt, tree
+from everybit.protocol import ALONE, Context, Elementwise, WholeTensors
 from everybit.transforms.updates import Empty, Memoryless
 
 P = TypeVar("P")
@@ -109,79 +109,9 @@ class ClipByRms(Memoryless, Elementwise):
         return ctx.request(ctx.per_tensor.mean_of_squares(updates), clipped)
 
 
-@tree.state
-class ZClipState:
-    """Running mean and variance of the gradients' norms; float64, 0-d."""
-
-    mean: Tensor
-    variance: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ClipByZScore(Elementwise):
-    r"""ZClip: scale all updates down where their norm is an outlier among the norms before.
-
-    .. math::
-        z = \frac{\|g_t\| - \mu_{t-1}}{\sigma_{t-1}} \qquad
-        n_t = \begin{cases} \mu_{t-1} + \frac{z_\text{max}^2}{z} \sigma_{t-1} & z > z_\text{max} \\ \|g_t\| & \text{else} \end{cases} \qquad
-        g_t \leftarrow \frac{n_t}{\|g_t\|} g_t
-
-    and then :math:`\mu_t = \alpha\mu_{t-1} + (1-\alpha) n_t` and :math:`\sigma_t^2 = \alpha\sigma_{t-1}^2 + (1-\alpha)(n_t - \mu_t)^2`.
-    The first ``warmup`` updates are not clipped, and mean and variance are those of all norms so far. The norm is taken over
-    everything that shares the step. One that is not finite spoils the running mean: put :func:`everybit.apply_if_finite` around.
-
-    Args:
-        decay: :math:`\alpha`, in [0, 1).
-        limit: :math:`z_\text{max}`, above zero.
-        warmup: Updates without clipping, at least 1.
-
-    Raises:
-        ValueError: A hyperparameter out of range.
-
-    Reference:
-        Kumar et al. 2025, https://arxiv.org/abs/2504.02507 (there :math:`\alpha = 0.97`, :math:`z_\text{max} = 2.5`, 25 updates).
-    """
-
-    reduces = True
-    reads_weights = False
-    decay: Rate = 0.97
-    limit: NonNegative = 2.5
-    warmup: Updates = 25
-
-    def init(self, params: P) -> ZClipState:
-        """Return a mean and a variance of zero."""
-        leaves = tree.leaves(params)
-        zero = torch.zeros((), dtype=torch.float64, device=leaves[0].device if leaves else None)
-        return ZClipState(zero, zero.clone())
-
-    def update(self, updates: P, state: ZClipState, params: P, ctx: Context = ALONE) -> tuple[P, ZClipState]:
-        """Return the scaled updates, and the statistics with their norm."""
-        step = require_step(ctx.step, "clip_by_z_score")
-        decay, limit = self.at(step, "decay", "limit")
-
-        def clipped(square: Tensor) -> tuple[P, ZClipState]:
-            norm = sqrt(square)
-            # Without a division by sigma, which may be zero: z > limit, and sigma / z is sigma**2 / (norm - mean).
-            excess = norm - state.mean
-            variance = state.variance
-            outlier = (step > self.warmup) & (excess > limit * sqrt(variance)) & (variance > 0)
-            kept = torch.where(outlier, state.mean + limit * limit * variance / torch.where(outlier, excess, 1.0), norm)
-            warming, count = step <= self.warmup, step.double()
-            # Welford's mean and variance of all norms so far.
-            mean_now = torch.where(warming, state.mean + excess / count, decay * state.mean + (1 - decay) * kept)
-            spread = variance + (excess * (norm - mean_now) - variance) / count
-            running = decay * variance + (1 - decay) * (kept - mean_now).square()
-            factor = materialize(torch.where(outlier, kept / torch.where(outlier, norm, 1.0), 1.0))
-            statistics = ZClipState(materialize(mean_now), materialize(torch.where(warming, spread, running)))
-            return tree.elementwise(lambda u: u * factor, updates), statistics
-
-        return ctx.request(SumOfSquares(updates), clipped)
-
-
 def _at_least(x: Tensor, low: float | Tensor) -> Tensor:
     return torch.maximum(x, beside(low, x, x.dtype))
 
 
 clip_by_unit_norm = ClipByUnitNorm
 clip_by_rms = ClipByRms
-clip_by_z_score = ClipByZScore

@@ -12,15 +12,12 @@ from torch import Tensor
 from everybit.base import (
     Finite,
     Hyperparameter,
-    Key,
     NonNegative,
     at,
     clamp,
     materialize,
     mean,
-    normal,
     require,
-    require_step,
     sqrt,
     tree,
 )
@@ -219,42 +216,6 @@ class Centralize(Memoryless, WholeTensors):
 
 
 @dataclass(frozen=True, slots=True)
-class AddNoise(Memoryless, Elementwise):
-    r"""Add Gaussian noise with a variance that falls with the step: :math:`\eta / t^\gamma`, where t is 1 at the first update.
-
-    The noise of an element depends on the optimizer's seed, the update, the place in the chain and the element's index in the model: it is
-    the same on one process and on shards, and after a resume. It is made in float64 and then rounded (Box and Muller 1958); its greatest
-    possible magnitude is 5.9 standard deviations. optax draws other numbers of the same distribution.
-
-    Args:
-        eta: Variance at the first update, at least zero.
-        gamma: Power with which the variance falls, at least zero.
-
-    Raises:
-        ValueError: A hyperparameter out of range.
-
-    Reference:
-        Neelakantan et al. 2015, https://arxiv.org/abs/1511.06807.
-    """
-
-    draws = True
-    reads_weights = False
-    eta: NonNegative = 0.01
-    gamma: NonNegative = 0.55
-
-    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
-        """Return the updates with noise added."""
-        step = require_step(ctx.step, "add_noise").double()
-        variance = at(self.eta, ctx.step, name="eta") * step ** -at(self.gamma, ctx.step, name="gamma")
-        deviation = materialize(sqrt(materialize(variance)))
-
-        def noisy(u: Tensor, radius: Key, angle: Key) -> Tensor:
-            return u + materialize((deviation * normal(u, radius, angle)).to(u.dtype))
-
-        return tree.elementwise(noisy, updates, ctx.keys("radius", updates), ctx.keys("angle", updates)), state
-
-
-@dataclass(frozen=True, slots=True)
 class NormalizeByGlobalNorm(Memoryless, Elementwise):
     """Divide all updates by their joint Euclidean norm, over everything that shares the step: optax's ``normalize_by_update_norm``.
 
@@ -284,5 +245,4 @@ class NormalizeByGlobalNorm(Memoryless, Elementwise):
 
 zero_nans = ZeroNans
 centralize = Centralize
-add_noise = AddNoise
 normalize_by_global_norm = NormalizeByGlobalNorm

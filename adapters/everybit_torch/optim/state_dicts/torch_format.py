@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.stepping.entries import STEP, WEIGHTS, field_of
+from everybit.stepping.entries import STEP, WEIGHTS
 from everybit_torch.memory import has_memory
 from everybit_torch.optim.interfaces import Front, TorchNames
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
@@ -28,7 +28,6 @@ def to_torch(front: Front, full: Mapping[str, Any]) -> dict[str, Any]:
                 )
         groups.append(dict(torchs.options) | {name: value for name, value in group.items() if name not in torchs.ours})
     own = {WEIGHTS}.union(*(getattr(entries, "own", {}) for entries in front.state.values()))
-    group_of = {number: group for group in groups for number in group["params"]}
     state: dict[Any, Any] = {}
     for number, entry in full["state"].items():
         if not isinstance(entry, Mapping) or STEP not in entry:
@@ -40,10 +39,6 @@ def to_torch(front: Front, full: Mapping[str, Any]) -> dict[str, Any]:
             continue
         state[number] = {"step": entry[STEP].to(torch.float32)} if torchs.counts else {}
         state[number] |= {theirs: entry[ours] for ours, theirs in torchs.slots.items() if ours in entry}
-        shared = {torchs.shared.get(field_of(name)): value for name, value in entry.items() if isinstance(name, str)}
-        state[number] |= {theirs: value.to(torch.float32) for theirs, value in shared.items() if theirs is not None}
-        for theirs, of in torchs.computed.items():
-            state[number][theirs] = torch.tensor(of(group_of[number], int(entry[STEP])), dtype=torch.float32)
         state[number] |= kept
     return {"state": {number: entry for number, entry in state.items() if entry != {}}, "param_groups": groups}
 
@@ -89,9 +84,6 @@ def from_torch(front: Front, state_dict: object, *, strict: bool = True) -> Save
         for ours, theirs in torchs.slots.items():
             if theirs in entry:
                 found[ours] = _widened(entry[theirs])
-        for ours, theirs in torchs.shared.items():
-            if theirs in entry:
-                found[ours] = _wide_number(entry[theirs])
         entries[position] = found | {name: value for name, value in entry.items() if name not in known}
     groups = [{key: value for key, value in group.items() if key not in torchs.options} for group in saved.groups]
     return replace(saved, groups=groups, entries=entries)
@@ -103,14 +95,6 @@ def _widened(value: Any) -> Any:
     if not plain or value.device.type == "meta" or not value.is_floating_point() or not has_memory(value):
         return value
     return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-def _wide_number(value: Any) -> Any:
-    """A number that parameters share, which are float64; older checkpoints of torch's have plain numbers."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.float64)
-    wide = _widened(value)
-    return wide.double() if isinstance(wide, Tensor) and wide.dtype is torch.float32 else wide
 
 
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")

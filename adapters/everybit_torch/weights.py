@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.checkpoint.single_file import replace_file, with_message
+from everybit_torch.checkpoint.atomic_files import replace_file, with_message
 from everybit_torch.optim import FLOATS, RoundingLoss, TorchOptimizer, require_tensor, rounding_loss, shown
 
 TIED = "everybit.tied"

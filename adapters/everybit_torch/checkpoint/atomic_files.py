@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: a process killed while it saves leaves the previous one.
+"""Files that are replaced as a whole: a process killed while it writes leaves the previous one.
 
 A file is written beside its place, brought to the disk, read back and renamed, which file systems do at once or not at all (POSIX
 ``rename``); then the directory is brought to the disk as well.
@@ -11,18 +11,13 @@ FUSE) it is told by its age: see :data:`ABANDONED_AFTER`.
 from __future__ import annotations
 
 import errno
-import io
 import os
-import reprlib
 import secrets
 import stat
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
-
-import torch
+from typing import Any, BinaryIO
 
 try:
     import fcntl
@@ -35,97 +30,6 @@ SUFFIX = ".partial"
 ABANDONED_AFTER = 3600.0
 """Seconds without a write, by the file system's own clock, after which a partial file is taken for abandoned where there are no locks.
 A writer that was only slow gets an error then, and the previous file is as it was."""
-
-
-def save_checkpoint(contents: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write ``contents``, such as ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``, to a file, atomically.
-
-    At every moment ``path`` is the previous checkpoint or this checkpoint, complete, also if the process is killed, the machine stops or
-    the disk is full. Several processes may save to one path, which then holds the checkpoint of one of them. A symbolic link is kept, and
-    its target is replaced.
-
-    Args:
-        contents: Nested dicts and lists of tensors, numbers and strings: what ``torch.load(weights_only=True)`` reads.
-        path: The file. Its directory has to exist.
-
-    Raises:
-        TypeError: ``contents`` has a value that could not be loaded; the message names its place. The file is unchanged.
-        ValueError: ``contents`` is nested too deeply to be written. The file is unchanged.
-        OSError: The file cannot be written (the disk is full, ``path`` is a device, a pipe or a socket); the previous file is unchanged.
-    """
-    if not isinstance(contents, Mapping):
-        raise TypeError(
-            f"contents: got a {type(contents).__name__}; accepted is a dict, such as {{'model': ..., 'optimizer': ...}}."
-        )
-
-    def write(partial: Path) -> None:
-        before = torch.serialization.get_crc32_options()
-        if not before:
-            torch.serialization.set_crc32_options(True)  # load_checkpoint compares them
-        try:
-            # Through a file object: of what fails in its own file torch does not say why.
-            with open(partial, "r+b") as file:
-                stream = FailingStream(file)
-                try:
-                    torch.save(contents, cast(BinaryIO, stream))
-                except Exception as error:
-                    if stream.error is not None:
-                        raise stream.error from error
-                    _refuse_what_cannot_be_saved(contents, error)
-                    raise OSError(f"{os.fspath(path)}: writing the checkpoint failed: {error}") from error
-        finally:
-            if not before:
-                torch.serialization.set_crc32_options(False)
-
-    def check(partial: Path) -> None:
-        try:
-            torch.load(partial, weights_only=True, mmap=True, map_location="cpu")
-        except Exception as error:
-            _refuse_what_cannot_be_saved(contents, error)
-            raise OSError(
-                f"{os.fspath(path)}: what was written does not load ({error}); the previous file is as it was."
-            ) from error
-
-    replace_file(path, write, check)
-
-
-def load_checkpoint(
-    path: str | os.PathLike[str], *, map_location: str | torch.device | dict[str, str] | None = None
-) -> dict[str, Any]:
-    """Read what :func:`save_checkpoint` wrote, after comparing its checksums. Runs no code from the file (``weights_only=True``).
-
-    Args:
-        path: The file.
-        map_location: Where tensors go, as in ``torch.load``.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        OSError: It cannot be read.
-        ValueError: It is no checkpoint, or not whole: cut off, or bits have changed. The message says which.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: {_kind_of(path)}; accepted is a file that save_checkpoint wrote.")
-    try:
-        with open(path, "rb") as file:
-            file.read(1)  # zipfile takes what cannot be read for something else
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except Exception as error:
-        # EINVAL: a seek to where a damaged part points.
-        if isinstance(error, OSError) and error.errno is not None and error.errno != errno.EINVAL:
-            raise with_message(error, f"{path}: cannot be read: {os.strerror(error.errno)}.") from error
-        # zipfile raises many kinds of errors, and documents no list of them
-        raise ValueError(f"{path}: is no checkpoint, or was cut off ({error}).") from error
-    if damaged is not None:
-        raise ValueError(f"{path}: bits have changed since it was written: the checksum of {damaged!r} differs.")
-    try:
-        contents = torch.load(path, weights_only=True, map_location=map_location)
-    except Exception as error:
-        raise ValueError(f"{path}: does not load under weights_only=True: {error}") from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path}: holds a {type(contents).__name__}; accepted is a dict.")
-    return contents
 
 
 def replace_file(
@@ -330,68 +234,3 @@ def _remove_abandoned(target: Path, own: Path, *, now: float) -> None:
                     partial.unlink()
             finally:
                 os.close(descriptor)
-
-
-class _Place(NamedTuple):
-    """The path of a value in nested containers, which is formatted only for messages."""
-
-    parent: _Place | None
-    step: str
-    depth: int
-
-    def __str__(self) -> str:
-        steps: list[str] = []
-        place: _Place | None = self
-        while place is not None:
-            steps.append(place.step)
-            place = place.parent
-        shown = steps[::-1] if len(steps) <= 20 else [*steps[:-11:-1], "..."]
-        return "".join(shown)
-
-    def inside(self, step: str) -> _Place:
-        return _Place(self, step, self.depth + 1)
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 200
-
-
-def _refuse_what_cannot_be_saved(contents: Mapping[str, Any], error: Exception) -> None:
-    """Say what in ``contents`` is to blame for an error, if anything is."""
-    if isinstance(error, RecursionError):
-        deepest = max((place for place, _ in _leaves(contents, "contents")), key=lambda place: place.depth)
-        raise ValueError(
-            f"{deepest}: got a value {deepest.depth} levels deep, and what is saved is pickled level by level, which ends at some"
-            " hundreds of them; accepted are shallower dicts, lists and tuples."
-        ) from error
-    for place, value in _leaves(contents, "contents"):
-        file = io.BytesIO()
-        try:
-            torch.save(value, file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except Exception:
-            raise TypeError(
-                f"{place}: got a {type(value).__module__}.{type(value).__qualname__}, which torch.load(weights_only=True) does not"
-                " read; accepted are tensors, numbers, strings, and dicts, lists and tuples of them."
-            ) from error
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[_Place, Any]]:
-    """List the contents of containers, in order, and an empty one for each dict; each container once, for one may hold itself."""
-    left: list[tuple[Any, _Place]] = [(value, _Place(None, name, 0))]
-    seen: set[int] = set()
-    while left:
-        value, place = left.pop()
-        if type(value) in (list, tuple) or isinstance(value, dict):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-        if type(value) in (list, tuple):
-            left += [(item, place.inside(f"[{index}]")) for index, item in reversed(list(enumerate(value)))]
-        elif isinstance(value, dict):
-            yield place, type(value)()
-            for key, item in reversed(value.items()):
-                left += [(item, place.inside(f"[{_SHORT.repr(key)}]")), (key, place.inside(": a key"))]
-        else:
-            yield place, value

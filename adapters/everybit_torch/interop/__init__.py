@@ -1,1 +1,0 @@
-"""Room ``interop``: weights and states of other programs, and for them."""

@@ -81,8 +81,8 @@ def __getattr__(name: str) -> Any:
     """Import the names for sharded training when they are first used.
 
     Raises:
-        ImportError: For a name that is gone; the message says what stands in its place.
-        AttributeError: For other names.
+        ImportError: The name is gone; the message says what stands in its place.
+        AttributeError: There is no such name.
     """
     if name in _GONE:
         raise ImportError(f"everybit_torch has no {name} since version 0.3; {_GONE[name]}.")

@@ -292,12 +292,10 @@ def test_damage_to_the_inventory_is_told_with_the_tensor_it_is_about(tmp_path: P
         path.write_text(text, encoding="latin-1")
         with pytest.raises(ValueError, match=r"everybit.json: "):
             one.load(tmp_path)
-    path.write_bytes(whole.replace(b'"format": 2', b'"format": 3'))
-    with pytest.raises(ValueError, match=r"has format 3; accepted by this version are 1 and 2"):
-        one.load(tmp_path)
-    path.write_bytes(whole.replace(b'"format": 2', b'"format": 1'))
-    with pytest.raises(ValueError, match=r"bits have changed since it was written"):
-        one.load(tmp_path)
+    for number in (1, 3):
+        path.write_bytes(whole.replace(b'"format": 2', f'"format": {number}'.encode()))
+        with pytest.raises(ValueError, match=rf"has format {number}; accepted by this version is 2"):
+            one.load(tmp_path)
     path.write_bytes(whole)
     one.load(tmp_path)
 

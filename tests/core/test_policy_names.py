@@ -43,24 +43,6 @@ def test_front_ends_take_names() -> None:
     assert all(one.policy is eb.policies.LEAN_BF16 for one in stepper.labelled.values())
 
 
-def test_a_name_may_be_written_to_a_param_group_before_the_first_step_and_is_compared_after_it() -> None:
-    model = bfloat16_model()
-    optimizer = AdamW(model.parameters(), policy="LEAN_BF16")
-    optimizer.param_groups[0]["policy"] = "EXACT_BF16"
-    assert "EXACT_BF16, from the first step on" in repr(optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert optimizer.bytes_table()["momentum"] == 4 * 20
-    optimizer.param_groups[0]["policy"] = "EXACT_BF16"
-    optimizer.step()
-    optimizer.param_groups[0]["policy"] = "LEAN_BF16"
-    with pytest.raises(
-        ValueError, match=r"param group 0: policy: got LEAN_BF16, and since the first step .* EXACT_BF16"
-    ):
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     "make",
     [

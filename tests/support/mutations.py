@@ -203,7 +203,7 @@ ODD: list[Callable[[], Any]] = [
 
 KEYS: list[Any] = [
     0, 1, 99, -1, None, (1, "a"), 2.5, True, frozenset({1}), "momentum", "variance", "step", "param", "inner.step", "mine", "mean",
-    "exp_avg", "kept.step", "unused.momentum", "param_names", "policy", "lr", "params",
+    "exp_avg", "kept.step", "param_names", "policy", "lr", "params",
 ]  # fmt: skip
 
 

@@ -298,63 +298,12 @@ def test_any_precision_has_it_too() -> None:
 # -- a policy in a param group ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["load", "bytes_table", "step", "state_dict", "repr"])
-def test_a_policy_written_to_a_group_before_the_first_step_takes_effect(how: str) -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_policy_that_is_written_into_a_group_is_refused_and_changes_nothing(steps: int) -> None:
     model, reference = Awkward(torch.bfloat16), Awkward(torch.bfloat16)
-    optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.FLOOR_BF16)
-    expected = AdamW(reference.parameters(), lr=1e-2, policy=eb.policies.LEAN_BF16)
+    optimizer, expected = (AdamW(one.parameters(), lr=1e-2, policy="FLOOR_BF16") for one in (model, reference))
+    train(model, optimizer, steps)
     optimizer.param_groups[0]["policy"] = eb.policies.LEAN_BF16
-    if how == "load":
-        optimizer.load_state_dict(expected.state_dict())
-    elif how == "bytes_table":
-        assert optimizer.bytes_table()["compensation"] > 0
-    elif how == "state_dict":
-        assert "policy" not in optimizer.state_dict()["param_groups"][0]
-    elif how == "repr":
-        assert "LEAN_BF16" in repr(optimizer)
-    assert same_bits(train(model, optimizer, 3), train(reference, expected, 3))
-    assert "LEAN_BF16" in repr(optimizer)
-    assert "FLOOR_BF16" not in repr(optimizer)
-
-
-def test_so_do_its_gradients() -> None:
-    model = Awkward(torch.bfloat16)
-    optimizer = AdamW(model.parameters(), policy=eb.policies.LEAN_BF16)
-    for grads, dtype in ((eb.Grads(main="float32"), torch.float32), (eb.Grads(), torch.bfloat16)):
-        optimizer.param_groups[0]["policy"] = eb.Policy(params=eb.Split(16), grads=grads)
-        optimizer.state_dict()
-        assert {p.grad_dtype for p in model.parameters()} == {dtype}
-        for parameter in model.parameters():
-            parameter.grad = None
-        sum((p.float().sum() for p in model.parameters()), start=torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
-        optimizer.zero_grad()
-
-
-def test_a_policy_that_cannot_be_is_refused_then_and_changes_nothing() -> None:
-    model, reference = Awkward(torch.bfloat16), Awkward(torch.bfloat16)
-    optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.FLOOR_BF16)
-    expected = AdamW(reference.parameters(), lr=1e-2, policy=eb.policies.FLOOR_BF16)
-    wrong: list[tuple[Any, str]] = [
-        (eb.policies.PURE_BF16, r"0.999"),
-        (eb.policies.FP32, r"float32.*bfloat16"),
-        ("LEAN_BF61", r"policy: got 'LEAN_BF61' \(did you mean 'LEAN_BF16'\?\)"),
-        (16, r"policy: got 16; accepted are a Policy"),
-    ]
-    for policy, message in wrong:
-        optimizer.param_groups[0]["policy"] = policy
-        with pytest.raises((TypeError, ValueError), match=message):
-            train(model, optimizer, 1)
-    del optimizer.param_groups[0]["policy"]
-    assert same_bits(train(model, optimizer, 2), train(reference, expected, 2))
-
-
-def test_after_the_first_step_it_is_refused_and_what_is_in_force_is_shown() -> None:
-    model = Awkward(torch.bfloat16)
-    optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.LEAN_BF16)
-    train(model, optimizer, 2)
-    optimizer.param_groups[0]["policy"] = eb.policies.KAHAN_BF16
-    before = values(model)
     for use in (
         lambda: train(model, optimizer, 1),
         optimizer.state_dict,
@@ -362,28 +311,12 @@ def test_after_the_first_step_it_is_refused_and_what_is_in_force_is_shown() -> N
         optimizer.full_state_dict,
     ):
         with pytest.raises(
-            ValueError,
-            match=r"param group 0: policy: got KAHAN_BF16, and since the first step .* stored under LEAN_BF16; accepted",
+            ValueError, match=r"param_groups\[0\]\['policy'\]: got .*; accepted is the policy with which"
         ):
             use()
-    assert same_bits(before, values(model))
-    shown = repr(optimizer)
-    assert "param group 0: 5 parameters, 5 of them in 1 vectors, uncompiled; LEAN_BF16" in shown
-    assert "KAHAN_BF16" in shown
-    assert "not in force" in shown
-    optimizer.param_groups[0]["policy"] = eb.policies.LEAN_BF16  # the one that is
-    train(model, optimizer, 1)
-
-
-def test_a_group_that_is_added_later_may_still_change_its_policy() -> None:
-    model = Awkward(torch.bfloat16)
-    optimizer = AdamW([model.matrix], policy=eb.policies.LEAN_BF16)
-    train(model, optimizer, 1)
-    optimizer.add_param_group({"params": [model.vector]})
-    optimizer.param_groups[1]["policy"] = eb.policies.KAHAN_BF16
-    train(model, optimizer, 1, start=1)
-    assert optimizer.state[model.vector]["param.residual"].dtype is torch.bfloat16
-    assert optimizer.state[model.matrix]["param.remainder"].dtype is torch.int16
+    assert "FLOOR_BF16" in repr(optimizer)
+    del optimizer.param_groups[0]["policy"]
+    assert same_bits(train(model, optimizer, 3, start=steps), train(reference, expected, steps + 3))
 
 
 def test_messages_call_policies_by_their_presets() -> None:

@@ -153,12 +153,6 @@ def test_an_impossible_hyperparameter_at_the_first_step_moves_no_parameter() -> 
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("gone", [{"layout": "flat"}, {"flat_gradients": True}])
-def test_options_that_are_gone_say_what_stands_in_their_place(gone: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"there is nothing to choose any more, .* FlatStepper is the flat way"):
-        AdamW(torch.nn.Linear(2, 2).parameters(), **gone)
-
-
 def cut(*, refused: bool) -> tuple[list[float], list[Tensor]]:
     """Counts of two parameters, of which one alone was stepped first, and their weights; with a step between that is refused."""
     a, b = (nn.Parameter(torch.ones(64)) for _ in range(2))

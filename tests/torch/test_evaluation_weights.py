@@ -246,27 +246,6 @@ def test_eval_does_nothing_where_the_trained_weights_are_evaluated() -> None:
         train_one(model, optimizer)
 
 
-@pytest.mark.parametrize("alone", [False, True], indirect=True)
-def test_an_average_that_a_hyperparameter_begins_begins_with_the_present_weights(alone: bool) -> None:
-    """Not with those of the step before, which somebody has changed since, in place or by other memory."""
-
-    def maybe_averaged(learning_rate: Any, average: bool = False) -> eb.Transform[Any]:
-        return eb.chain(eb.scale_by_learning_rate(learning_rate), *([eb.mean_weights()] if average else []))
-
-    model = nn.ParameterList([nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(5))])
-    optimizer = TorchOptimizer(model.parameters(), maybe_averaged, lr=1.0, average=False, compile=False)
-    for value, average in ((1.0, False), (64.0, True)):
-        for parameter in model:
-            parameter.grad = torch.full_like(parameter, 2.0)
-            parameter.data.fill_(value)
-        model[1].data = model[1].data.clone()
-        optimizer.param_groups[0]["average"] = average
-        optimizer.step()
-    assert all(bool((p == 62.0).all()) for p in model)
-    # The second step has half a share in the mean.
-    assert all(bool((average == 63.0).all()) for group in optimizer.eval_params() for average in group)
-
-
 @pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "EXACT_BF16"])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "rmsprop"])
 def test_an_average_in_one_argument_is_that_of_all_weights_so_far(name: Any, policy: Any) -> None:

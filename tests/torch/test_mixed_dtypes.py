@@ -166,7 +166,6 @@ def test_groups_of_one_dtype_each_are_one_model_in_any_order() -> None:
         for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             assert again.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-        optimizer.param_groups[0]["policy"] = LEAN  # the one in force
         optimizer.step()
 
 

@@ -219,13 +219,13 @@ def test_after_a_resume_in_the_middle_of_a_period_work_is_done_when_it_would_hav
 
 
 def test_other_hyperparameters_go_on_counting() -> None:
-    """Another period, and a slot that ends: at update 6 a period of 5 is due, at update 9 one of 4 and at 11 one of 5."""
+    """At update 6 a period of 5 is due, at update 9 one of 4 and at 11 one of 5."""
     model = Model()
     optimizer = made(model, period=3, momentum=0.9)
     assert sorted(train(model, optimizer, range(1, 6))) == [1, 4]
     optimizer.param_groups[0]["period"] = 5
     assert sorted(train(model, optimizer, range(6, 9))) == [6]
-    optimizer.param_groups[0] |= {"period": 4, "momentum": 0.0}
+    optimizer.param_groups[0] |= {"period": 4, "momentum": 0.5}
     assert sorted(train(model, optimizer, range(9, 11))) == [9]
     optimizer.param_groups[0] |= {"period": 5, "lr": 0.01}
     assert sorted(train(model, optimizer, range(11, 16))) == [11]

@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,10 +24,7 @@ FILE = "everybit.json"
 """The inventory of a checkpoint's folder."""
 
 FORMAT = 2
-"""The format that is written. In format 1 parts of a value are numbered: ``momentum.1``."""
-
-READ = (1, 2)
-"""The formats that can be read."""
+"""The format that is written, and read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +97,6 @@ class Inventory:
     others: frozenset[str] = frozenset()
     checked: bool = True
 
-    def renamed(self, former: Mapping[str, str]) -> Inventory:
-        """Return the inventory with tensors renamed, unless there is a tensor of the new name.
-
-        Args:
-            former: New names, by those that a tensor may have here.
-        """
-        names = {old: new for old, new in former.items() if old in self.tensors and new not in self.tensors}
-        return replace(self, tensors={names.get(name, name): tensor for name, tensor in self.tensors.items()})
-
 
 # -- writing ------------------------------------------------------------------------------------------------------------------------
 
@@ -142,9 +130,9 @@ def _seal(name: str, record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps([name, record], separators=(",", ":"), sort_keys=True).encode())
 
 
-def _whole_seal(files: Sequence[str], seals: Mapping[str, int], format: int = FORMAT) -> str:
+def _whole_seal(files: Sequence[str], seals: Mapping[str, int]) -> str:
     """Over everything: that no line is missing, comes from another checkpoint, or points to other files."""
-    return hashlib.sha256(json.dumps([format, list(files), list(seals.items())]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([FORMAT, list(files), list(seals.items())]).encode()).hexdigest()
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------------------
@@ -165,9 +153,8 @@ def read_inventory(folder: Path) -> Inventory:
         raise ValueError(f"{path}: bits have changed since it was written: {_where(data, error)}") from None
     if not isinstance(found, dict) or not {"format", "files", "checksum", "tensors"} <= set(found):
         raise ValueError(f"{path}: is no inventory of a checkpoint, or bits have changed since it was written.")
-    if found["format"] not in READ or isinstance(found["format"], bool):
-        accepted = " and ".join(map(str, READ))
-        raise ValueError(f"{path}: has format {found['format']!r}; accepted by this version are {accepted}.")
+    if found["format"] != FORMAT or isinstance(found["format"], bool):
+        raise ValueError(f"{path}: has format {found['format']!r}; accepted by this version is {FORMAT}.")
     files, tensors = found["files"], found["tensors"]
     if not isinstance(files, list) or not all(isinstance(one, str) for one in files) or not isinstance(tensors, dict):
         raise ValueError(f"{path}: bits have changed since it was written: its list of files or tensors is none.")
@@ -177,9 +164,7 @@ def read_inventory(folder: Path) -> Inventory:
         raise ValueError(
             f"{path}: bits have changed since it was written: the checksum of {damaged[0]!r}{more} differs."
         )
-    if found["checksum"] != _whole_seal(
-        files, {name: record["checksum"] for name, record in tensors.items()}, found["format"]
-    ):
+    if found["checksum"] != _whole_seal(files, {name: record["checksum"] for name, record in tensors.items()}):
         raise ValueError(
             f"{path}: bits have changed since it was written: the checksum of all of it differs (names of files, or a tensor that is gone)."
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit.stepping.entries import Entry, former_names
+from everybit.stepping.entries import Entry
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.flat import BufferStepper, Place
 from everybit_torch.fsdp2 import FSDP2Stepper
@@ -66,17 +66,6 @@ class Parts:
     def tensors(self) -> Flat:
         """Return everything by name in a checkpoint."""
         return self.model | {one.key: one.saved for one in self.held}
-
-    def former(self) -> dict[str, str]:
-        """Map the names that former versions gave to entries, to the present names."""
-        by_parameter: dict[str, list[Entry]] = {}
-        for one in self.held:
-            by_parameter.setdefault(one.prefix, []).append(one.entry)
-        return {
-            prefix + old: prefix + new
-            for prefix, entries in by_parameter.items()
-            for old, new in former_names(entries).items()
-        }
 
     def take_over(self, loaded: Flat) -> None:
         """Copy loaded values into the model and the state. Every rank has to call it if parameters visit their owners."""

@@ -261,7 +261,7 @@ def _read(
     place = Path(from_first(lambda: str(latest_checkpoint(path)), ranks))
     found = on_all(lambda: read_inventory_of(place, is_judged=ranks.rank == 0), ranks)
     parts = on_all(own_parts, ranks)
-    found, own = found.renamed(parts.former()), parts.tensors()
+    own = parts.tensors()
     require_same(own, found, ranks)
 
     def read() -> Flat:

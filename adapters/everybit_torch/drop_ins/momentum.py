@@ -13,7 +13,7 @@ import everybit as eb
 from everybit.base import Hyperparameter
 from everybit.policies import PolicyOrName
 from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, DropIn, Options
-from everybit_torch.optim import UNUSED, Params, Stepped, TorchNames, TorchOptimizer
+from everybit_torch.optim import Params, TorchNames, TorchOptimizer
 from everybit_torch.segments import Compile
 
 
@@ -26,16 +26,6 @@ class _WithOptionalMomentum(DropIn):
         if isinstance(momentum, (int, float)) and not isinstance(momentum, bool) and momentum == 0:
             arguments["momentum"] = None
         return arguments
-
-    def _require_can_begin(self, stepped: Stepped, begun: list[str], arguments: Mapping[str, Any]) -> None:
-        """Refuse a dampened momentum that begins late: torch does not dampen its first gradient, everybit only that of the first step."""
-        dampening = arguments.get("dampening", 0.0)
-        again = all(UNUSED + "momentum" in self.state[parameter] for parameter in stepped.of.parameters)
-        late = "momentum" in begun and not again and int(stepped.of.segment.state.step) > 0
-        if late and not (isinstance(dampening, (int, float)) and dampening == 0):
-            raise ValueError(
-                f"dampening: got {dampening!r} with a momentum that begins after the first step; accepted then is 0, or a new optimizer."
-            )
 
 
 class SGD(_WithOptionalMomentum):

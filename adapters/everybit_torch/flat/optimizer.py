@@ -53,17 +53,6 @@ class LabelledGroups(GroupMaker):
         """Return no hyperparameters: the transform of a label has them."""
         return {}
 
-    def under(self, group: Group, values: Mapping[str, Any], arguments: dict[str, Any]) -> NoReturn:  # noqa: ARG002
-        """Refuse.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            f"param group {group.number}: policy: got one for parameters that are laid out; accepted is another stepper, and its state"
-            " from a checkpoint."
-        )
-
     def make(self, number: int, policies: Mapping[torch.dtype, AnyPolicy], arguments: dict[str, Any]) -> Group:
         """Make the group of the label with this number."""
         one, names = self._labelled[number], list(self.fields.values())[number]

@@ -17,11 +17,9 @@ from everybit_torch.optim.state_dicts.full_precision import (
 from everybit_torch.optim.state_dicts.full_weights import FLOATS
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
 from everybit_torch.optim.state_dicts.state_schema import as_count, require_tensor
-from everybit_torch.optim.states import UNUSED
 
 __all__ = [
     "FLOATS",
-    "UNUSED",
     "GradientRelease",
     "Group",
     "GroupMaker",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 import everybit as eb
 from everybit.base import torch_dtype
 from everybit.stepping import state_bytes
 from everybit_torch.optim.parameters import Parameters
-from everybit_torch.optim.states import UNUSED, ParameterState
 from everybit_torch.segments import Segment
 from everybit_torch.torch_internals.dtensors import local
 
@@ -20,7 +17,7 @@ def _add_state(table: dict[str, int], segment: Segment) -> None:
 
 
 def bytes_table(parameters: Parameters) -> dict[str, int]:
-    """Return bytes by use; keys as in :meth:`everybit.Policy.bytes_table`, ``counters``, and ``unused``, which was put aside.
+    """Return bytes by use; keys as in :meth:`everybit.Policy.bytes_table`, and ``counters``.
 
     Gradients that are not there at the moment are counted as they will be. The vectors into which a step gathers short parameters are not
     counted.
@@ -41,15 +38,6 @@ def bytes_table(parameters: Parameters) -> dict[str, int]:
         table["gradient"] += here.numel() * size if grad is None else local(grad).nbytes
         if member.visitor.segment is not None:
             _add_state(table, member.visitor.segment)
-    unused = [
-        local(value).nbytes
-        for entries in parameters.states.values()
-        if isinstance(entries, ParameterState)
-        for name, value in entries.kept.items()
-        if isinstance(name, str) and name.startswith(UNUSED) and isinstance(value, Tensor)
-    ]
-    if unused:
-        table["unused"] = sum(unused)
     if not table["compensation"]:
         del table["compensation"]
     return table

@@ -1,7 +1,7 @@
 """Numbers of a transform's state that all parameters of one optimizer share, such as Prodigy's estimate of the distance to the solution.
 
 Each segment has a copy of them. Parameters that are stepped find the same new numbers, since these depend on totals. Parameters without a
-gradient, and those whose state begins later, take the numbers over from the others.
+gradient, and those that begin later, take the numbers over from the others.
 """
 
 from __future__ import annotations

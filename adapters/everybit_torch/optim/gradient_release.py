@@ -20,7 +20,6 @@ from everybit.stepping import Metrics
 from everybit_torch import clipping, streams
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.optim.optimizer import TorchOptimizer
-from everybit_torch.optim.param_groups import listed_again
 from everybit_torch.optim.parameters import Stepped
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.stepping import Task, added, gradients, is_counted, measured_mesh, step_one
@@ -311,8 +310,6 @@ def _require_steps_apart(model: nn.Module, optimizer: TorchOptimizer) -> None:
             "optimizer: its transform must see whole tensors, of which ranks hold parts that come together in a step of all parameters;"
             " accepted for sharded parameters are transforms of the cut 'element'."
         )
-    if listed_again(optimizer.param_groups):
-        raise ValueError("optimizer: param_groups: got a group twice; accepted under gradient release is each once.")
     plan = optimizer.own.plan(optimizer.own_groups, frozenset())
     if optimizer.own.visiting or (plan is not None and any(one.rows is not None for one in plan.new)):
         raise ValueError(

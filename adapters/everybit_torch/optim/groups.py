@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.policies import AnyPolicy, PolicyOrName, describe, with_name_resolved
+from everybit.policies import AnyPolicy, PolicyOrName, with_name_resolved
 from everybit.protocol import transforms_in
 from everybit.stepping import Unsafe, with_policy
 from everybit_torch.arguments import (
@@ -26,9 +26,9 @@ from everybit_torch.arguments import (
     spread,
 )
 from everybit_torch.compiled import Factory
-from everybit_torch.label_resolution import Decision, tree_of
-from everybit_torch.optim.param_groups import described, main_gradients, policy_for
-from everybit_torch.optim.state_dicts.migration import skeleton
+from everybit_torch.label_resolution import Decision
+from everybit_torch.optim.param_groups import policy_for
+from everybit_torch.optim.structure import skeleton
 from everybit_torch.segments import Compile, Steps
 
 Optimizers = dict[torch.dtype, eb.Optimizer[Any]]
@@ -101,7 +101,7 @@ class Group:
             raise type(error)(f"{self.owner}, param group {self.number}: {message}") from None
 
     def follow(self, arguments: Mapping[str, Any], optimizers: Optimizers) -> None:
-        """Step with other hyperparameters from here on; the caller has migrated the state before, and gives segments their optimizer."""
+        """Step with other hyperparameters from here on; the caller gives segments their optimizer."""
         self.arguments, self.optimizers, self._decided = dict(arguments), optimizers, []
         for steps in self.steps.values():
             steps.follow(arguments)
@@ -312,47 +312,3 @@ class GroupMaker:
         )  # fmt: skip
         group.follow(arguments, group.build(arguments))
         return group
-
-    # -- policies that were written to a param group --------------------------------------------------------------------------
-
-    def is_in_force(self, group: Group, policy: PolicyOrName | None) -> bool:
-        """Whether a group's parameters are stored under a policy."""
-        return self.policies(policy, group.policies, group.number) == group.policies
-
-    def described(self, group: Group, values: Mapping[str, Any], *, settled: bool) -> str:
-        """Say under which policies a param group's parameters are stored, and which other one was written to it."""
-        policies = described(group.policies)
-        if "policy" in values and not self.is_in_force(group, values["policy"]):
-            when = "not in force" if settled else "from the first step on"
-            policies += (
-                f" (param_groups[{group.number}]['policy'] is {describe(with_name_resolved(values['policy']))}, {when})"
-            )
-        return policies
-
-    def require_in_force(self, group: Group, policy: PolicyOrName | None) -> None:
-        """Refuse another policy than that under which a group's parameters are stored.
-
-        Raises:
-            ValueError: It is another.
-        """
-        if not self.is_in_force(group, policy):
-            raise ValueError(
-                f"param group {group.number}: policy: got {describe(with_name_resolved(policy))}, and since the first step its parameters"
-                f" and state are stored under {described(group.policies)}; accepted is a change before it. To carry the run over delete the"
-                " entry, make an optimizer with the new policy, and give the old one's full_state_dict() to its load_full_state_dict()."
-            )
-
-    def under(self, group: Group, values: Mapping[str, Any], arguments: dict[str, Any]) -> Group:
-        """The group of a param group under the policy that was written to it; gradients take the dtype that this wants.
-
-        Raises:
-            ValueError: The policy cannot work.
-        """
-        policies = self.policies(values["policy"], group.policies, group.number)
-        made = self.make(group.number, policies, arguments)
-        wide = dict(main_gradients(group.number, tree_of(values), policies))
-        for tensor, _ in main_gradients(group.number, tree_of(values), group.policies):
-            wide.setdefault(tensor, tensor.dtype)
-        for tensor, dtype in wide.items():
-            tensor.grad_dtype = dtype
-        return made

@@ -1,39 +1,33 @@
-"""Other hyperparameters: judged for all param groups before any follows, and the state that they need carried over."""
+"""Other hyperparameters: judged for all param groups before any follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import everybit as eb
+from everybit.stepping import OptimizerState
 from everybit_torch.arguments import differ
 from everybit_torch.label_resolution import applied, choices, decide, tree_of
 from everybit_torch.optim.groups import Group, Optimizers, require_alike
-from everybit_torch.optim.parameters import Parameters, Stepped, shown
+from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.planned import ParamGroups
-from everybit_torch.optim.state_dicts.migration import Migration, plan_migration, skeleton
+from everybit_torch.optim.structure import renested, skeleton
 from everybit_torch.segments import Segment
 
-MayBegin = Callable[[Stepped, list[str], Mapping[str, Any]], None]
-"""Refuses slots that cannot begin after other steps, by a ValueError: it gets their names and the factory's new arguments."""
 
-
-def follow(
-    parameters: Parameters, param_groups: ParamGroups, arguments: Sequence[dict[str, Any]], may_begin: MayBegin
-) -> None:
-    """Step with these hyperparameters from here on; new state begins, and state that is not needed is put aside.
+def follow(parameters: Parameters, param_groups: ParamGroups, arguments: Sequence[dict[str, Any]]) -> None:
+    """Step with these hyperparameters from here on.
 
     Args:
         parameters: The optimizer's parameters.
         param_groups: Its param groups.
         arguments: The factory's arguments for each group.
-        may_begin: Refuses slots that cannot begin.
 
     Raises:
         TypeError: A hyperparameter of another kind.
-        ValueError: A hyperparameter out of range, a change with ambiguous state, or of masks and labels, or groups that have to be alike
-            and are not. The optimizer is unchanged.
+        ValueError: A hyperparameter out of range, a change of the state, or of masks and labels, or groups that have to be alike and are
+            not. The optimizer is unchanged.
     """
     changes = [
         (group, new, group.build(new))
@@ -44,15 +38,13 @@ def follow(
     require_alike([(group, future.get(group.number, group.optimizers)) for group in parameters.groups])
     for group, _, optimizers in changes:
         require_same_decisions(parameters, group, optimizers, param_groups[group.number])
-    plans = [plan for change in changes for plan in _migrations(parameters, *change, may_begin)]
+    states = [one for change in changes for one in _renested(parameters, *change)]
     for group, new, optimizers in changes:
         group.follow(new, optimizers)
     _give_optimizers(parameters)
-    for stepped, plan in plans:
-        stepped.of.segment = replace(stepped.of.segment, optimizer=stepped.optimizer, state=plan.state)
-        for number, parameter in enumerate(stepped.of.parameters):
-            own = shown(parameter, stepped.of.entries(number))
-            parameters.states.migrate(parameter, own, plan.begun, plan.ended)
+    for stepped, state in states:
+        stepped.of.segment = replace(stepped.of.segment, optimizer=stepped.optimizer, state=state)
+        parameters.show([stepped])
 
 
 def require_same_decisions(
@@ -139,17 +131,18 @@ def _give_optimizers(parameters: Parameters) -> None:
         member.give(member.group.decided(member.parameter.dtype, member.decision))
 
 
-def _migrations(
-    parameters: Parameters, group: Group, arguments: Mapping[str, Any], optimizers: Optimizers, may_begin: MayBegin
-) -> Iterator[tuple[Stepped, Migration]]:
-    """Plan the state of a group's parameters for other hyperparameters.
+def _renested(
+    parameters: Parameters, group: Group, arguments: Mapping[str, Any], optimizers: Optimizers
+) -> Iterator[tuple[Stepped, OptimizerState[Any]]]:
+    """Nest the state of a group's parameters as other hyperparameters ask for, where they change the structure of a transform.
 
     Raises:
-        ValueError: It cannot be told; the message names the hyperparameters.
+        ValueError: The state would have other entries; the message names the hyperparameters.
     """
     changed = group.changed(optimizers)
-    if changed:
-        require_same_view(parameters, group, optimizers)
+    if not changed:
+        return
+    require_same_view(parameters, group, optimizers)
     if any(one.group is group and one.parameter.dtype in changed for one in parameters.visited()):
         raise ValueError(
             f"param group {group.number}: its transform would keep other state, and that of parameters that are stepped whole lies with"
@@ -159,9 +152,8 @@ def _migrations(
         if one.group is not group or one.dtype not in changed:
             continue
         try:
-            new: eb.Optimizer[Any] = applied(optimizers[one.dtype], one.decision)
-            plan = plan_migration(one.of.segment, new, one.of.weights)
-            may_begin(one, plan.begun, arguments)
+            segment = one.of.segment
+            yield one, renested(segment.state, applied(optimizers[one.dtype], one.decision), segment.tensor)
         except ValueError as error:
             before = group.arguments
             names = [
@@ -170,4 +162,3 @@ def _migrations(
                 if any(arguments[each] is not before[each] for each in targets if each in before)
             ]
             raise ValueError(f"param group {group.number}: {', '.join(names)}: {error}") from None
-        yield one, plan

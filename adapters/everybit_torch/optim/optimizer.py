@@ -24,7 +24,7 @@ from everybit_torch.optim.bytes import bytes_table
 from everybit_torch.optim.groups import Followed, GroupMaker
 from everybit_torch.optim.interfaces import Release, TorchNames
 from everybit_torch.optim.param_groups import Params
-from everybit_torch.optim.parameters import Parameters, Stepped
+from everybit_torch.optim.parameters import Parameters
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.state_dicts import assigned, full_weights, loading, saving, torch_format
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
@@ -92,12 +92,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     ) -> None:
         require_compile(compile)
         kind = type(self).__name__
-        for gone in ("layout", "flat_gradients"):
-            if gone in hyperparameters:
-                raise TypeError(
-                    f"{kind}: {gone}: got {hyperparameters[gone]!r}; there is nothing to choose any more, because parameters are stepped"
-                    " where they lie. FlatStepper is the flat way."
-                )
         if not isinstance(factory, GroupMaker):
             require_factory(factory)
             if average is not None:
@@ -155,7 +149,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @property
     def own_groups(self) -> list[dict[str, Any]]:
-        """The param groups, each once: torch steps a group twice that is in the list twice. Groups put into the list by hand are added."""
+        """The param groups. Those put into the list by hand are added, as torch steps those, too."""
         if len(self.param_groups) > len(self.own.groups):
             param_groups.add_by_hand(self.param_groups, len(self.own.groups), self.add_param_group)
         return param_groups.require_all(self.param_groups, len(self.own.groups))
@@ -168,17 +162,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: A pair of another length, or a number that is not finite.
         """
         return self._maker.arguments(group)
-
-    def _settle_policies(self, groups: list[dict[str, Any]]) -> None:
-        """Apply a policy written to ``param_groups[i]["policy"]``, which is possible until parameters are placed."""
-        for number, (group, values) in enumerate(zip(self.own.groups, groups, strict=True)):
-            if "policy" not in values:
-                continue
-            if self.own.is_settled(number):
-                self._maker.require_in_force(group, values["policy"])
-            else:
-                self.own.groups[number] = self._maker.under(group, values, self.factory_arguments(values))
-            del values["policy"]
 
     # -- stepping -------------------------------------------------------------------------------------------------------------
 
@@ -239,12 +222,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.prepare()
         prepared = stepping.prepare(self.own)
         self._require_some_gradient(has_gradients=bool(prepared.tasks or prepared.visits))
-        again = [stepping.again(self.own, number) for number in param_groups.listed_again(self.param_groups)]
         measured = stepping.step(prepared, metrics=self.metrics_enabled)
         if self.metrics_enabled:
             self.note_metrics(measured)
-        for step in again:
-            step()
 
     def note_metrics(self, measured: Metrics | None) -> None:
         """Let these be the metrics of the last step, added up over all processes that have parts of the parameters."""
@@ -265,7 +245,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             self._require_capturable()
         self._settle_state()
         groups = self.own_groups
-        self._settle_policies(groups)
         self._follow_hyperparameters(groups)
         self._settle_parameters(groups)
         self.own.follow(groups)
@@ -279,7 +258,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: A hyperparameter that is a tensor on another device.
         """
         groups = self.own_groups
-        if any("policy" in values for values in groups) or self.own.plan(groups, frozenset()) is not None:
+        if self.own.plan(groups, frozenset()) is not None:
             raise RuntimeError(
                 "step: a CUDA graph is being captured, and there are parameters that were not stepped yet, whose state every replay would"
                 " begin anew; accepted is a step before the capture."
@@ -296,7 +275,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: A parameter that cannot be stepped, or a policy that cannot be.
         """
         groups = self.own_groups
-        self._settle_policies(groups)
         self._settle_parameters(groups)
         self.own.follow(groups)
 
@@ -316,11 +294,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Step with the hyperparameters that the param groups have now."""
         if not self._followed.is_current(groups, self.own.groups):
             arguments = [self.factory_arguments(values) for values in groups]
-            hyperparameters.follow(self.own, groups, arguments, self._require_can_begin)
+            hyperparameters.follow(self.own, groups, arguments)
             self._followed.note(groups, self.own.groups)
-
-    def _require_can_begin(self, stepped: Stepped, begun: list[str], arguments: Mapping[str, Any]) -> None:
-        """Refuse slots that cannot begin after other steps; for subclasses."""
 
     def _settle_state(self) -> None:
         """Take over a mapping assigned to ``self.state``, which is possible until parameters are placed."""
@@ -360,8 +335,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def bytes_table(self) -> dict[str, int]:
         """Return the bytes of the tensors that are allocated now, by use; keys as in :meth:`everybit.Policy.bytes_table`, and ``counters``.
 
-        ``unused`` is state that the present hyperparameters do not need, kept for when they do. Gradients that are not there at the moment
-        are counted as they will be. Entries of other code in ``state`` are not counted.
+        Gradients that are not there at the moment are counted as they will be. Entries of other code in ``state`` are not counted.
         """
         self.place()
         return bytes_table(self.own)
@@ -449,7 +423,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         self.require_trained("import_fp32")
         given = full_weights.judge(self, weights)
-        self._settle_policies(self.own_groups)
         self.own.plan(self.own_groups, frozenset())
         self.own.require_followable(self._parameters())
         return given
@@ -459,11 +432,11 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return full_weights.dtypes(self)
 
     def __repr__(self) -> str:
-        lines = [super().__repr__(), f"compile={self._compile!r}"]
-        for group, values in zip(self.own.groups, self.param_groups, strict=False):
-            policies = self._maker.described(group, values, settled=self.own.is_settled(group.number))
-            lines.append(f"param group {group.number}: {self.own.described(group.number)}; {policies}")
-        return "\n".join(lines)
+        groups = [
+            f"param group {group.number}: {self.own.described(group.number)}; {param_groups.described(group.policies)}"
+            for group in self.own.groups
+        ]
+        return "\n".join([super().__repr__(), f"compile={self._compile!r}", *groups])
 
     # -- copies ----------------------------------------------------------------------------------------------------------------
 
@@ -532,7 +505,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def _settle(self) -> None:
         """Let the state follow the param groups, so that a checkpoint fits itself."""
         self._settle_state()
-        self._settle_policies(self.own_groups)
         with suppress(TypeError, ValueError):
             self._follow_hyperparameters(self.own_groups)
 
@@ -636,7 +608,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                 unchanged.
         """
         self.require_trained("load_torch_state_dict")
-        self._settle_policies(self.own_groups)
         saved = self._completed(torch_format.from_torch(self, state_dict, strict=strict), full=True)
         loaded = loading.judge(self, saved, loading.judge_settings(self, saved), full=True, from_torch=True)
         with self.replacing():
@@ -646,7 +617,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Judge a state dict as a whole; the optimizer is unchanged."""
         self.require_trained("load_full_state_dict" if full else "load_state_dict")
         self._settle_state()
-        self._settle_policies(self.own_groups)
         saved = self._completed(read(state_dict, self.own_groups, strict=strict), full=full)
         return loading.judge(self, saved, loading.judge_settings(self, saved), full=full)
 

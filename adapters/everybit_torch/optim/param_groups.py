@@ -111,36 +111,28 @@ def listed(given: Any) -> list[Any]:
     return [given] if isinstance(given, Tensor) else list(given)
 
 
-def distinct(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The param groups of a list, each once, in the order in which they first come."""
-    return list({id(group): group for group in groups}.values())
-
-
-def listed_again(groups: Sequence[dict[str, Any]]) -> list[int]:
-    """The numbers of the groups that come in a list again, as often and in the order in which they do."""
-    numbers: dict[int, int] = {}
-    again: list[int] = []
-    for group in groups:
-        if id(group) in numbers:
-            again.append(numbers[id(group)])
-        else:
-            numbers[id(group)] = len(numbers)
-    return again
-
-
 def require_all(groups: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the groups of a list, each once.
+    """Return the groups of a list.
 
     Raises:
-        RuntimeError: They are not as many as were added.
+        RuntimeError: They are not as many as were added, or one comes twice.
+        ValueError: A policy was written into one.
     """
-    own = distinct(groups)
-    if len(own) != count:
+    if len({*map(id, groups)}) < len(groups):
+        raise RuntimeError("param_groups: got a group twice; accepted is each once.")
+    if len(groups) != count:
         raise RuntimeError(
-            f"param_groups: has {len(own)} groups and not the {count} that were added. To step fewer parameters freeze them"
+            f"param_groups: has {len(groups)} groups and not the {count} that were added. To step fewer parameters freeze them"
             " (requires_grad_(False)); to step others call add_param_group()."
         )
-    return own
+    for number, group in enumerate(groups):
+        if "policy" in group:
+            raise ValueError(
+                f"param_groups[{number}]['policy']: got {group['policy']!r}; accepted is the policy with which an optimizer is made, or"
+                " that of a group that is given to it or to add_param_group(). Delete the entry; another optimizer takes a run over by"
+                " load_full_state_dict()."
+            )
+    return [*groups]
 
 
 def add_by_hand(groups: list[dict[str, Any]], count: int, add: Callable[[dict[str, Any]], None]) -> None:
@@ -151,18 +143,17 @@ def add_by_hand(groups: list[dict[str, Any]], count: int, add: Callable[[dict[st
         count: The number of groups that were added before.
         add: Adds a copy of a group to the end of the list.
     """
-    own = distinct(groups)
-    if len(own) <= count:
-        return
-    listed, groups[:] = list(groups), own[:count]
+    if len({*map(id, groups)}) < len(groups):
+        return  # which is refused
+    put, groups[:] = list(groups), groups[:count]
     try:
-        for group in own[count:]:
+        for group in put[count:]:
             add(group)
             # The user holds the dict that was put into the list.
             group |= groups[-1]
             groups[-1] = group
     finally:
-        groups[:] = listed
+        groups[:] = put
 
 
 def named_by(params: Params, model: nn.Module) -> Params:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch import Tensor
 import everybit as eb
 from everybit.stepping.entries import INNER, STEP, WEIGHTS
 from everybit_torch.torch_internals.dtensors import local
-
-UNUSED = "unused."
-"""Before the name of an entry that the present hyperparameters do not need, such as SGD's momentum after ``momentum`` became 0."""
 
 KEPT = "kept."
 """The prefix of other code's entries in a state dict, where the name could be one of the optimizer's own."""
@@ -34,7 +31,7 @@ _RESET = (
 
 def is_own_name(name: object) -> bool:
     """Whether an optimizer of this library may give an entry this name, for whatever transform."""
-    if not isinstance(name, str) or name.startswith((UNUSED, KEPT)):
+    if not isinstance(name, str) or name.startswith(KEPT):
         return False
     stem = name.split(".")[0].split("#")[0].split("[")[0]
     return stem in (STEP, WEIGHTS, INNER) or stem in eb.tree.registered_slots()
@@ -97,27 +94,6 @@ class ParameterState(dict[Any, Any]):
         for name in self.kept.keys() - entries.keys():
             super().__delitem__(name)
         super().update(entries)
-
-    def put_aside(self, own: Mapping[str, Tensor], slots: Iterable[str]) -> None:
-        """Keep the entries of slots that have ended, among those that were the optimizer's, as torch's optimizers keep them."""
-        ended = frozenset(slots)
-        super().update({UNUSED + name: value for name, value in own.items() if name.split(".")[0] in ended})
-
-    def take_up(self, slots: Iterable[str], torch_names: Mapping[str, str]) -> None:
-        """Continue slots that have begun from values that were put aside, or from those that other code keeps under torch's names."""
-        own = self.own
-        for slot in slots:
-            parts = [name for name in own if name.split(".")[0] == slot]
-            # State dicts of version 1 called parts by their numbers.
-            numbered = [f"{UNUSED}{slot}" + (f".{number}" if number else "") for number in range(len(parts))]
-            for source in ([UNUSED + name for name in parts], numbered, [torch_names.get(slot)]):
-                values = [super(ParameterState, self).get(key) for key in source]
-                if len(values) != len(parts) or not all(map(_alike, values, [own[name] for name in parts])):
-                    continue
-                for name, key, value in zip(parts, source, values, strict=True):
-                    local(own[name]).copy_(local(cast(Tensor, value)))
-                    super().__delitem__(key)
-                break
 
     # -- reading --------------------------------------------------------------------------------------------------------------
 
@@ -255,10 +231,6 @@ class ParameterState(dict[Any, Any]):
         return dict, (dict(self),)
 
 
-def _alike(value: object, own: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == own.shape and value.dtype is own.dtype
-
-
 class States(defaultdict[Any, Any]):
     """The state of all parameters, by parameter; and whatever others keep under keys of their own."""
 
@@ -275,14 +247,6 @@ class States(defaultdict[Any, Any]):
             self[key] = value
 
     # -- for the optimizer ----------------------------------------------------------------------------------------------------
-
-    def migrate(self, parameter: Tensor, own: Mapping[str, Tensor], begun: Iterable[str], ended: Iterable[str]) -> None:
-        """Show other entries: ended slots are put aside, and new slots go on from entries that are here."""
-        state = self[parameter]
-        before = state.own
-        state.publish(own, self.torch_names)
-        state.put_aside(before, ended)
-        state.take_up(begun, self.torch_names)
 
     def replaced(self, entries: Mapping[Any, Any]) -> States:
         """Other entries, under the same torch names."""

@@ -271,34 +271,6 @@ def step_one(task: Task, grad: Tensor, totals: Sequence[Tensor] = (), *, metrics
     return found
 
 
-def again(parameters: Parameters, number: int) -> Callable[[], None]:
-    """Return a function that steps a group once more, with the same gradients.
-
-    Raises:
-        RuntimeError: Its transform needs a number of all parameters, which no group has by itself, or its parameters visit owners.
-    """
-    own = [one for one in parameters.stepped if one.group.number == number]
-    visits = any(one.group.number == number for one in parameters.visited())
-    if visits or any(one.optimizer.reduces for one in own):
-        why = (
-            "parameters of it are stepped whole by other ranks"
-            if visits
-            else "its transform needs a number of all gradients"
-        )
-        raise RuntimeError(
-            f"param_groups: list every group once. Group {number} is in the list twice, and {why} for each step."
-        )
-
-    def step() -> None:
-        for one in own:
-            grads = gradients(one)
-            if grads[0] is not None:
-                task = Task(one, cast(list[Tensor], grads), one.steps.due(one.of.segment))
-                step_one(task, task.gather())
-
-    return step
-
-
 def over_all(
     parameters: Sequence[Tensor], measured: Metrics | None, ranks: tuple[eb.Axis, bool] | None = None
 ) -> Metrics | None:

@@ -27,7 +27,7 @@ STEP, WEIGHTS, INNER = "step", "param", "inner"
 """Names of entries that are no slots: the optimizer's count, what the model does not hold of the weights, a transform's counts."""
 
 VERSION = 2
-"""Of the names: state dicts say under :data:`VERSION_KEY` by which they are written. Of version 1 parts went by their numbers."""
+"""Of the names: state dicts say under :data:`VERSION_KEY` by which they are written."""
 
 VERSION_KEY = "format_version"
 
@@ -173,20 +173,6 @@ def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iter
 def field_of(name: str) -> str:
     """The field that holds a shared number, by the name of its entry: ``mu_product`` of ``inner.states[1].mu_product``; else ``""``."""
     return name.rpartition(".")[2] if name.startswith((f"{INNER}.", f"{INNER}[")) else ""
-
-
-def former_names(found: Sequence[Entry]) -> dict[str, str]:
-    """Map the names of one parameter's entries in state dicts of version 1, which number parts (``momentum.1``), to the present names."""
-    numbers: dict[str, int] = {}
-    former: dict[str, str] = {}
-    for entry in found:
-        if entry.cut == "tensor":
-            continue  # of later versions
-        number = numbers[entry.field] = numbers.get(entry.field, -1) + 1
-        old = entry.field if number == 0 else f"{entry.field}.{number}"
-        if old != entry.name:
-            former[old] = entry.name
-    return former
 
 
 OnPart = Callable[[Tensor, PartSpec], Tensor]

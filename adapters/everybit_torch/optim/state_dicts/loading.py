@@ -195,7 +195,6 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
     for position, given in saved.entries.items():
         parameter = parameters[position]
         kinds = expected.get(id(parameter), {})
-        given = _renamed(given, kinds)
         if from_torch and STEP in given:
             given = {name: given[STEP] for name, kind in kinds.items() if kind.count} | dict(given)
         if from_torch:
@@ -247,12 +246,6 @@ def _lacking(front: Front, saved: Saved, own: Mapping[int, object]) -> tuple[str
             if had and id(parameter) not in own:
                 lacking.append(str(name))
     return tuple(lacking)
-
-
-def _renamed(given: Mapping[Any, Any], kinds: Mapping[str, Kind]) -> Mapping[Any, Any]:
-    """Entries by their present names, of a state dict in which parts of a value go by their numbers."""
-    former = {kind.former: name for name, kind in kinds.items() if kind.former is not None and name not in given}
-    return {former.get(name, name) if isinstance(name, str) else name: value for name, value in given.items()}
 
 
 def _require_names(

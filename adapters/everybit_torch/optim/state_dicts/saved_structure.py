@@ -72,9 +72,9 @@ def read(state_dict: object, own: Sequence[Mapping[str, Any]], *, strict: bool =
         )
     state, groups = state_dict["state"], state_dict["param_groups"]
     version = state_dict.get(VERSION_KEY, VERSION)
-    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= VERSION:
+    if isinstance(version, bool) or version != VERSION:
         raise ValueError(
-            f"state_dict[{VERSION_KEY!r}]: got {shown(version)}; accepted by this version of everybit are 1 to {VERSION}."
+            f"state_dict[{VERSION_KEY!r}]: got {shown(version)}; accepted by this version of everybit is {VERSION}."
         )
     if not isinstance(state, Mapping):
         raise ValueError(f"state_dict['state']: got {shown(state)}; accepted is a mapping from parameter numbers.")
@@ -204,7 +204,7 @@ def copied(value: Any, where: str, device: torch.device | None = None, *, known:
     """Return a copy that shares no memory; tensors on ``device``, in their own dtypes.
 
     Args:
-        value: What is copied.
+        value: The value to copy.
         where: Its place, for messages.
         device: The device of the copy.
         known: Copies by id of what was copied before, and may be referred to again, such as a learning rate of several groups.

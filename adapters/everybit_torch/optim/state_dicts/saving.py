@@ -13,7 +13,7 @@ from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.state_dicts import full_precision
 from everybit_torch.optim.state_dicts.saved_structure import FROZEN_REMAINDERS, NOT_SAVED, copied, is_plain, shown
-from everybit_torch.optim.states import UNUSED, ParameterState, keeps_frozen_remainder
+from everybit_torch.optim.states import ParameterState, keeps_frozen_remainder
 from everybit_torch.optim.visits import entries_of
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
@@ -63,10 +63,8 @@ def packed_in_full(front: Front) -> dict[str, Any]:
         if not isinstance(key, Tensor):
             state[key] = copied(entries, f"state[{shown(key)}]")
             continue
-        # State that is put aside is in the formats of this policy, which another policy may not have.
-        kept = {name: x for name, x in entries.packed({}).items() if not str(name).startswith(UNUSED)}
         number = _number(numbers, key)
-        if entry := full.get(id(key), {}) | copied(kept, f"state[{number}]"):
+        if entry := full.get(id(key), {}) | copied(entries.packed({}), f"state[{number}]"):
             state[number] = entry
     return {"state": state, "param_groups": _packed_groups(front, numbers), VERSION_KEY: VERSION}
 

@@ -12,15 +12,15 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import torch_dtype
 from everybit.policies import Resolved
-from everybit.stepping.entries import WEIGHTS, Entry, former_names
+from everybit.stepping.entries import WEIGHTS, Entry
 from everybit_torch.dtensors import fits_in, is_cut_evenly, saved_dtypes
 from everybit_torch.label_resolution import applied
 from everybit_torch.memory import has_memory
 from everybit_torch.optim.groups import Optimizers
 from everybit_torch.optim.parameters import Parameters
 from everybit_torch.optim.planned import Plan
-from everybit_torch.optim.state_dicts.migration import skeleton
 from everybit_torch.optim.state_dicts.saved_structure import shown
+from everybit_torch.optim.structure import skeleton
 from everybit_torch.segments import Segment
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
@@ -43,14 +43,12 @@ class Kind:
         shape: The whole tensor's shape, if it is sharded.
         count: Whether it is a count of steps.
         positive: Whether it holds running squares, which are not negative.
-        former: What state dicts of version 1 called it, if it was something else.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     count: bool = False
     positive: bool = False
-    former: str | None = None
 
     def __str__(self) -> str:
         return "a count of steps" if self.count else f"{self.dtype} of shape {self.shape}"
@@ -98,7 +96,6 @@ def expectations(
 def _kinds(parameter: Tensor, stored: Resolved, listed: list[tuple[Entry, Tensor]], *, full: bool) -> dict[str, Kind]:
     wide = torch_dtype(stored.policy.compute)
     kinds: dict[str, Kind] = {}
-    former = {new: old for old, new in former_names([entry for entry, _ in listed]).items()}
     for entry, value in listed:
         shape = entry.shape(parameter.shape, value.shape)
         # Of several parts the first is the number, rounded; codes of it may be anything.
@@ -106,9 +103,7 @@ def _kinds(parameter: Tensor, stored: Resolved, listed: list[tuple[Entry, Tensor
         if entry.role == "shared":
             kinds[entry.name] = Kind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
         elif not full:
-            kinds[entry.name] = Kind(
-                value.dtype, shape, positive=positive and value.is_floating_point(), former=former.get(entry.name)
-            )
+            kinds[entry.name] = Kind(value.dtype, shape, positive=positive and value.is_floating_point())
         elif entry.role == "slot" and entry.leading:
             own = shape if entry.cut == "tensor" else parameter.shape
             kinds[entry.name] = Kind(wide, tuple(own), positive=positive)

@@ -159,6 +159,7 @@ def test_kernels_are_called_with_the_arguments_themselves_and_the_present_gradie
     assert X._version == version + 1
     assert graph(body, modules=2).kernels_for([X, Y], Y, [X]) is None
     assert given.kernels_for([X, X], X, [X]) is None, "one memory for two arguments"
+    assert given.kernels_for([X, Y], Y, [X]) is None, "what was refused is not looked at at every step"
 
 
 def test_without_the_place_where_modules_are_loaded_none_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,7 @@ def save_sharded(
                 remove_unless_named(place)
             raise
         if keep is not None:
-            most = keep
-            from_first(lambda: remove_old(directory, name, most), ranks)
+            from_first(partial(remove_old, directory, name, keep), ranks)
         return place
 
     if asynchronous:

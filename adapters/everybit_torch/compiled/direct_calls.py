@@ -40,7 +40,6 @@ class _Remembered(NamedTuple):
         first: The indices of its elements.
         grad_dtype: The gradient's dtype.
         state: The tensors of its state.
-        rest: The inputs after the gradient, but for the numeric hyperparameters.
         compiled: The code for them.
         places: The number of the input that each argument of the code is.
     """
@@ -49,7 +48,6 @@ class _Remembered(NamedTuple):
     first: object
     grad_dtype: torch.dtype
     state: list[Tensor]
-    rest: list[Tensor]
     compiled: Compiled
     places: list[int]
 
@@ -121,7 +119,7 @@ class DirectCalls(_KnownCode):
         if known is not None:
             compiled, places = known
             if segment is not None and not totals and not given:
-                self._remembered[segment] = _Remembered(tensor, first, grad.dtype, held, inputs[2:], compiled, places)
+                self._remembered[segment] = _Remembered(tensor, first, grad.dtype, held, compiled, places)
             self._began()
             compiled(*_arguments(places, [*inputs, numbers]))
             return
@@ -133,7 +131,7 @@ class DirectCalls(_KnownCode):
     ) -> Callable[[Tensor], object] | None:
         """Return the call of the code that ran last for a segment, without totals, if only the gradient is another.
 
-        The call takes a gradient of this kind. :class:`KernelCalls` stay valid for other gradients, as long as the inputs are the same.
+        The call takes a gradient of this kind, and stays valid for others of it as long as the inputs are the same.
 
         Args:
             segment: The owner of the tensor and of its state.
@@ -147,11 +145,17 @@ class DirectCalls(_KnownCode):
             return None
         if not is_like(grad, tensor, last.grad_dtype):
             return None
-        inputs = [tensor, grad, *last.rest, numbers]
+        rest = [*last.state, *eb.tree.leaves(last.first), numbers]
         kernels = None
         if isinstance(last.compiled, CompiledGraph):
-            kernels = last.compiled.kernels_for(_arguments(last.places, inputs), grad, [tensor, *last.state])
-        return kernels or (lambda _: last.compiled(*_arguments(last.places, inputs)))
+            arguments = _arguments(last.places, [tensor, grad, *rest])
+            kernels = last.compiled.kernels_for(arguments, grad, [tensor, *last.state])
+
+        def call(grad: Tensor) -> object:
+            vector = grad if grad.ndim == 1 else grad.view(-1)
+            return last.compiled(*_arguments(last.places, [tensor, vector, *rest]))
+
+        return kernels or call
 
 
 class DirectFunction(_KnownCode):

@@ -150,9 +150,11 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @property
     def own_groups(self) -> list[dict[str, Any]]:
         """The param groups. Those put into the list by hand are added, as torch steps those, too."""
+        param_groups.require_distinct(self.param_groups)
         if len(self.param_groups) > len(self.own.groups):
             param_groups.add_by_hand(self.param_groups, len(self.own.groups), self.add_param_group)
-        return param_groups.require_all(self.param_groups, len(self.own.groups))
+        param_groups.require_all(self.param_groups, len(self.own.groups))
+        return self.param_groups
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The factory's keyword arguments for a param group: torch's names become the core's.

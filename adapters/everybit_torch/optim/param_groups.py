@@ -111,15 +111,23 @@ def listed(given: Any) -> list[Any]:
     return [given] if isinstance(given, Tensor) else list(given)
 
 
-def require_all(groups: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the groups of a list.
+def require_distinct(groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse a list in which a group comes twice, which torch steps twice.
 
     Raises:
-        RuntimeError: They are not as many as were added, or one comes twice.
-        ValueError: A policy was written into one.
+        RuntimeError: One does.
     """
     if len({*map(id, groups)}) < len(groups):
         raise RuntimeError("param_groups: got a group twice; accepted is each once.")
+
+
+def require_all(groups: Sequence[dict[str, Any]], count: int) -> None:
+    """Refuse groups that are not those that were added, and policies in them.
+
+    Raises:
+        RuntimeError: They are not as many as were added.
+        ValueError: A policy was written into one.
+    """
     if len(groups) != count:
         raise RuntimeError(
             f"param_groups: has {len(groups)} groups and not the {count} that were added. To step fewer parameters freeze them"
@@ -132,7 +140,6 @@ def require_all(groups: Sequence[dict[str, Any]], count: int) -> list[dict[str, 
                 " that of a group that is given to it or to add_param_group(). Delete the entry; another optimizer takes a run over by"
                 " load_full_state_dict()."
             )
-    return [*groups]
 
 
 def add_by_hand(groups: list[dict[str, Any]], count: int, add: Callable[[dict[str, Any]], None]) -> None:
@@ -143,8 +150,6 @@ def add_by_hand(groups: list[dict[str, Any]], count: int, add: Callable[[dict[st
         count: The number of groups that were added before.
         add: Adds a copy of a group to the end of the list.
     """
-    if len({*map(id, groups)}) < len(groups):
-        return  # which is refused
     put, groups[:] = list(groups), groups[:count]
     try:
         for group in put[count:]:

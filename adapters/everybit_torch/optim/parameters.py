@@ -147,10 +147,6 @@ class Parameters:
         self.groups.append(group)
         self._settled.append(Settled())
 
-    def is_settled(self, number: int) -> bool:
-        """Whether any parameter of a group is stepped, or waits."""
-        return bool(self._settled[number].known)
-
     def waiting(self) -> list[Tensor]:
         """Return the parameters of all groups that are frozen, and have no state."""
         return [parameter for group in self._settled for parameter, _ in group.waiting]

@@ -201,8 +201,8 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
     """
     measured: Metrics | None = None
     mesh = measured_mesh(prepared.parameters) if metrics else None
-    is_traced = metrics or torch.compiler.is_compiling()
-    ready = {} if is_traced else {id(task): one for task in prepared.tasks if (one := _ready(task)) is not None}
+    looked_up = [] if metrics or torch.compiler.is_compiling() else prepared.tasks
+    ready = {id(task): one for task in looked_up if (one := _ready(task)) is not None}
     for task in prepared.tasks:
         if id(task) in ready:
             one = ready[id(task)]

@@ -162,17 +162,27 @@ class Steps:
         if not self._can_compile(segment):
             return uncompiled()
         before = segment.count.known(segment.state.step)
-        again = None if totals or metrics else self.again(segment, grad, decision, due)
+        measured, again = None, None if totals or metrics else self._kernels(segment, grad, decision, due)
         if again is not None:
             again(grad)
-            segment.note_step(before)
+        else:
+            inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics),), returns=metrics)
+            measured = self._found(segment, inputs, grad, uncompiled)
+        segment.note_step(before)
+        return measured
+
+    def _found(
+        self, segment: Segment, inputs: Inputs, grad: Tensor, uncompiled: Callable[[], Metrics | None]
+    ) -> Metrics | None:
+        """Step a segment by code that has to be found, or made."""
+        again = self._learned(segment, inputs)
+        if again is not None:
+            again(grad)
             return None
-        inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics),), returns=metrics)
         measured = self._steps.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)
         if inputs.tensors[0] is not segment.tensor:
             # Autograd does not see that writing to a vector changes the tensor.
             torch.autograd.graph.increment_version([segment.tensor])
-        segment.note_step(before)
         return measured
 
     def again(
@@ -188,21 +198,28 @@ class Steps:
             decision: The results of masks and labels for the segment.
             due: The periodic work that is due.
         """
-        tensor, kept = segment.tensor, self._kept.get(segment)
-        if (
-            kept is not None
-            and kept.tensor is tensor
-            and kept.chosen == (decision, due)
-            and is_like(grad, tensor, kept.grad_dtype)
-        ):
-            return kept.kernels
-        if tensor.ndim != 1 or not self.compiles(tensor.device):
+        kernels = self._kernels(segment, grad, decision, due)
+        if kernels is not None:
+            return kernels
+        if segment.tensor.ndim != 1 or not self.compiles(segment.tensor.device):
             return None  # code for other tensors goes through Dynamo
         vector = grad if grad.ndim == 1 else grad.view(-1)
-        inputs = self._inputs(segment, vector, (), decision, due, (("metrics", False),), returns=False)
-        again = self._steps.again(inputs, self._numbers_on(tensor.device))
+        return self._learned(
+            segment, self._inputs(segment, vector, (), decision, due, (("metrics", False),), returns=False)
+        )
+
+    def _kernels(self, segment: Segment, grad: Tensor, decision: Decision | None, due: Due) -> KernelCalls | None:
+        """The kernels that stepped a segment last, if only its gradient is another."""
+        kept = self._kept.get(segment)
+        if kept is None or kept.tensor is not segment.tensor or kept.chosen != (decision, due):
+            return None
+        return kept.kernels if is_like(grad, kept.tensor, kept.grad_dtype) else None
+
+    def _learned(self, segment: Segment, inputs: Inputs) -> Callable[[Tensor], object] | None:
+        """The call of the code that ran last for a segment; kernels are kept for the steps to come."""
+        again = self._steps.again(inputs, self._numbers_on(segment.tensor.device))
         if isinstance(again, KernelCalls):
-            self._kept[segment] = _Kept(tensor, (decision, due), grad.dtype, again)
+            self._kept[segment] = _Kept(segment.tensor, (inputs.decision, inputs.due), inputs.grads[0].dtype, again)
         return again
 
     def find(

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from threading import get_ident
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,10 @@ class CompiledGraph:
 
     run: Callable[..., Any]
     modules: list[ModuleType] = field(default_factory=list)
+    _call: FunctionType | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._call = _only_calls_kernels(self.modules)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
@@ -53,9 +57,10 @@ class CompiledGraph:
             written: Those to which the kernels write.
 
         Returns:
-            The calls. None: the graph does more than to call kernels, or it needs much memory of its own, or returns something.
+            The calls. None: the graph does more than to call kernels, or it needs much memory of its own, or returns something. It is then
+            not looked at again.
         """
-        call = _only_calls_kernels(self.modules)
+        call = self._call
         if call is None:
             return None
         calls: list[_Call] = []
@@ -68,8 +73,10 @@ class CompiledGraph:
         result = dry(None, list(args)) if call.__code__.co_argcount == 2 else dry(list(args))
         tensors = [x for x in args if isinstance(x, Tensor)]
         own = {x.data_ptr(): x for x in tensors}
-        is_usual = not result and len(own) == len(tensors)
-        return KernelCalls(calls, list(written)) if is_usual and _settle(calls, own, varying) else None
+        if result or len(own) < len(tensors) or not _settle(calls, own, varying):
+            self._call = None
+            return None
+        return KernelCalls(calls, list(written))
 
 
 class _Call(NamedTuple):
@@ -127,7 +134,7 @@ def _only_calls_kernels(modules: list[ModuleType]) -> FunctionType | None:
         return None
     call = getattr(modules[0], "call", None)
     function = getattr(call, "__func__", call)
-    if not isinstance(function, FunctionType) or not isinstance(function.__code__, CodeType):
+    if not isinstance(function, FunctionType):
         return None
     others = {name for name in function.__code__.co_names if not name.startswith(_KERNEL)} - _HARMLESS
     is_plain = all(isinstance(getattr(torch, name, None), torch.dtype) for name in others)

@@ -36,7 +36,7 @@ class Transform(Protocol[S]):
     ``draws``, True if ``update`` draws random bits by ``ctx.keys``; ``decays()``, see :class:`SlotDecay`;
     ``periods()``, the periods of the work that it gives to ``ctx.every``; ``eval_params(params, state)``, see :class:`HasEvalParams`;
     ``reads_weights``, False if ``update`` reads no values of ``params``, so that weights need not be brought together for a transform
-    with cut ``"tensor"``, nor projected inside of :func:`everybit.low_rank`; ``common``, the names of the state's numbers that all
+    with cut ``"tensor"``; ``common``, the names of the state's numbers that all
     parameters of one optimizer share, such as Prodigy's estimate, with ``common_by``, the hyperparameters that these depend on.
     """
 

@@ -154,4 +154,5 @@ def offsets() -> bool:
         x = part(whole, mesh, placements)
         where = tuple(slice(a, a + n) for a, n in zip(offset_of_local_part(x), local(x).shape, strict=True))
         found.append(torch.equal(whole[where], local(x)))
+    dist.barrier()
     return all(found)

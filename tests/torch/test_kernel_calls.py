@@ -87,6 +87,21 @@ def test_kernels_called_by_themselves_give_the_bits_of_uncompiled_steps(
     assert len(runs) == segments + 1 + more.get(each_step, 0)
 
 
+def test_a_number_that_is_a_constant_of_the_code_is_followed() -> None:
+    """A whole number that float64 does not hold is part of the code: other code, for the same state."""
+
+    def weights(compile: bool) -> list[Tensor]:
+        parameter = nn.Parameter(torch.linspace(-1.0, 1.0, 400))
+        optimizer = AdamW([parameter], lr=1e-2, compile=compile)
+        for step in range(7):
+            optimizer.param_groups[0]["eps"] = 1e-8 if step < 4 else 2**60 + 1
+            parameter.grad = torch.cos(torch.arange(400.0) + step)
+            optimizer.step()
+        return [parameter.detach()]
+
+    assert same_bits(weights(True), weights(False))
+
+
 @pytest.mark.parametrize("alone", [True], indirect=True)
 def test_autograd_knows_what_the_kernels_write_and_no_gradient_is_kept(alone: bool, runs: list[int]) -> None:
     parameter = nn.Parameter(torch.ones(50))

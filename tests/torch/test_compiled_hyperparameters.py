@@ -102,16 +102,16 @@ CHANGES: dict[str, tuple[Make, list[dict[str, Any]], int]] = {
         [{"lr": 2e-2, "momentum": 0.8, "dampening": 0.0, "weight_decay": 0.1}, {"dampening": 0.2, "weight_decay": 0.0}],
         1,
     ),
-    # A momentum of zero is none, without state: other code.
+    # A weight decay of zero is not added: other code.
     "SGD without momentum": (
         lambda p, c: SGD(p, lr=1e-2, compile=c),
-        [{"momentum": 0.9}, {"momentum": 0.8}, {"momentum": 0.0}, {"momentum": 0.9}],
-        2,
+        [{"weight_decay": 0.1}, {"lr": 2e-2}, {"weight_decay": 0.0}, {"weight_decay": 0.2}],
+        1,
     ),
     "RMSprop": (
-        lambda p, c: RMSprop(p, lr=1e-2, compile=c),
+        lambda p, c: RMSprop(p, lr=1e-2, momentum=0.8, compile=c),
         [{"lr": 2e-2, "alpha": 0.9, "eps": 1e-6, "weight_decay": 0.1, "momentum": 0.9}, {"weight_decay": 0.0}],
-        2,
+        1,
     ),
     "AnyPrecisionAdamW": (
         lambda p, c: AnyPrecisionAdamW(p, variance_rounding="stochastic", compile=c),

@@ -72,7 +72,7 @@ def read(state_dict: object, own: Sequence[Mapping[str, Any]], *, strict: bool =
         )
     state, groups = state_dict["state"], state_dict["param_groups"]
     version = state_dict.get(VERSION_KEY, VERSION)
-    if isinstance(version, bool) or version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise ValueError(
             f"state_dict[{VERSION_KEY!r}]: got {shown(version)}; accepted by this version of everybit is {VERSION}."
         )

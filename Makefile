@@ -70,7 +70,7 @@ gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check 
 	$(if $(CASES),,$(BIN)/python -m pytest tests/gpu_codegen)
 
 matrix: $(STAMP)  ## run the tests on every torch from the oldest to the newest, write docs/versions.md (MATRIX="--rows newest --areas core" for some)
-	$(BIN)/python -m matrix $(MATRIX)
+	$(BIN)/python matrix/run.py $(MATRIX)
 
 # VENV=none: run with $(PYTHON) as it is; what it lacks (optree, tyro) comes from PYTHONPATH.
 gpu: $(if $(filter none,$(VENV)),,$(STAMP))  ## tests and measurements on a GPU, within half an hour; DEVICE=cpu rehearses, PHASES="tests steps" picks

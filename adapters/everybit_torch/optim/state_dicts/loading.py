@@ -7,7 +7,7 @@ copied here, so that what may fail to be copied fails here, and two optimizers n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,9 +215,7 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
             _require_names(position, given, kinds, torchs, full=full)
         where = f"state_dict['state'][{shown(saved.numbers[position])}]"
         kept[id(parameter)] = {
-            name.removeprefix(KEPT) if isinstance(name, str) else name: copied(
-                value, f"{where}[{shown(name)}]", local(parameter).device
-            )
+            _shown_as(name, kinds): copied(value, f"{where}[{shown(name)}]", local(parameter).device)
             for name, value in given.items()
             if name not in mine
         }
@@ -231,6 +229,12 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
         elsewhere[key] = copied(value, f"state_dict['state'][{shown(key)}]")
     missing = tuple(saved.missing.values())
     return Loaded(settings, plan, own, kept, elsewhere, missing, saved.unexpected, _lacking(front, saved, own))
+
+
+def _shown_as(name: Any, own: Iterable[str]) -> Any:
+    """The name of an entry of other code in ``state``: without the prefix, unless an entry of the optimizer has that name."""
+    plain = name.removeprefix(KEPT) if isinstance(name, str) else name
+    return name if plain in own else plain
 
 
 def _lacking(front: Front, saved: Saved, own: Mapping[int, object]) -> tuple[str, ...]:

@@ -1,1 +1,0 @@
-"""Runs the tests on every version of torch that is claimed: ``make matrix``."""

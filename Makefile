@@ -80,7 +80,7 @@ gpu: $(if $(filter none,$(VENV)),,$(STAMP))  ## tests and measurements on a GPU,
 	  benchmarks/gpu.py --device $(DEVICE) $(if $(PHASES),--phases $(PHASES))
 
 concepts: $(STAMP)  ## compute the tables and pictures of docs/concepts again
-	$(BIN)/python benchmarks/concepts.py
+	$(BIN)/python docs/figures/concepts.py
 
 docs: $(STAMP)  ## build the site into site/ (REPO_URL=https://... links to the repository)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

@@ -12,6 +12,7 @@ import pytest
 import everybit as eb
 import everybit_torch
 from everybit_cli.compare.command import CLOSING
+from tests.support.modules import module_at
 from tests.support.pages import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,7 +110,7 @@ def test_the_readme_is_one_screen_after_another_and_not_many() -> None:
 
 
 def test_what_plain_bfloat16_loses_is_told_alike_and_as_measured() -> None:
-    """On the pages, and in the closing words of ``everybit compare``, from the results of benchmarks/small_updates.py."""
+    """On the pages, and in the closing words of ``everybit compare``, from the results of docs/figures/small_updates.py."""
     measured = json.loads((ROOT / "benchmarks/results/small-updates-cpu.json").read_text())["rates"]
     lost = {rate: one["summary"]["PURE_BF16"]["difference"] for rate, one in measured.items()}
     rows = [
@@ -122,3 +123,22 @@ def test_what_plain_bfloat16_loses_is_told_alike_and_as_measured() -> None:
     for rate in ("3e-5", "1e-4", "3e-4", "1e-3"):
         assert f"{lost[rate]:+.2f} at {rate}" in CLOSING
     assert max(abs(one["summary"]["LEAN_BF16"]["difference"]) for one in measured.values()) < 0.01
+
+
+def test_the_matrix_begins_with_the_lower_bounds_and_its_table_is_of_its_results() -> None:
+    """The table is counted from reports of pytest, also from those of a run that ended early."""
+    matrix = module_at(ROOT / "matrix/run.py")
+    declared = dict(re.findall(r"\"(torch|optree)>=([\d.]+)", (ROOT / "pyproject.toml").read_text()))
+    oldest = dict(re.findall(r"(\w+)==([\d.]+)", matrix.ROWS["oldest"].read_text()))
+    assert {name: oldest[name][: len(bound)] for name, bound in declared.items()} == declared
+    assert matrix.tables(json.loads(matrix.RESULTS.read_text())) in matrix.PAGE.read_text()
+    assert {folder.parent.name for folder in (ROOT / "tests").glob("*/test_*.py")} >= set(matrix.AREAS)
+
+
+def test_a_report_of_pytest_is_counted(tmp_path: Path) -> None:
+    counted = module_at(ROOT / "matrix/run.py").counted
+    report = tmp_path / "report.xml"
+    report.write_text('<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3"/></testsuites>')
+    assert counted(report, 1) == "4 passed, **2 failed**, 3 skipped"
+    assert counted(report, -9) == "4 passed, **2 failed**, 3 skipped, **ended with code -9**"
+    assert counted(tmp_path / "none", -9) == "**ended with code -9, without a report**"

@@ -1,12 +1,12 @@
 """Print the table of all optimizers for docs/optimizers.md: what each keeps, how it may be cut, and how far it is from others.
 
-    python benchmarks/vocabulary.py --write
+    python docs/figures/vocabulary.py --write
 
 Names, slots, bytes, cut and reductions are those of ``everybit.optimizers()``; deviations from ``torch.optim`` are measured here. Those
 from other packages are what the oracles in tests/conformance measured, if their file is given; else they stay as the page has them:
 
     python -m pytest -o addopts='' --import-mode=importlib --junitxml=deviations.xml tests/conformance/test_more_optimizers.py
-    python benchmarks/vocabulary.py --write --deviations deviations.xml
+    python docs/figures/vocabulary.py --write --deviations deviations.xml
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, optim
 
 import everybit as eb
 
-PAGE = Path(__file__).parents[1] / "docs/optimizers.md"
+PAGE = Path(__file__).parents[1] / "optimizers.md"
 BEGIN, END = "<!-- optimizers -->\n", "<!-- end of optimizers -->\n"
 PRESETS: tuple[eb.PolicyName, ...] = ("FP32", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16")
 HEAD = (

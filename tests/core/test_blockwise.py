@@ -85,6 +85,15 @@ def test_nearest_is_nearest_between_every_two_levels(format: eb.Blockwise) -> No
         assert torch.equal(got, expected)
 
 
+def test_the_middle_of_two_levels_goes_to_the_even_one() -> None:
+    """In a map of powers of two, whose middles are float32 numbers: levels are 0 and 2**-6 to 1, at the indices 0 to 7."""
+    format = eb.Blockwise("float", 4, 32, "nearest")
+    levels = format.levels()[format.levels() >= 0]
+    rows = torch.zeros(7, 32)
+    rows[:, 0], rows[:, 1] = 1.0, (levels[:-1] + levels[1:]) / 2
+    assert torch.equal(kept(format, rows.view(-1)).view(-1, 32)[:, 1], levels[[0, 2, 2, 4, 4, 6, 6]])
+
+
 @pytest.mark.parametrize("format", named(FORMATS))
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), spread=st.floats(0.0, 20.0))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from everybit import Key
+import everybit as eb
 from everybit.base import Lane, Scattered, stream, uniform
 from tests.support.float_patterns import assert_same_bits, key
 
@@ -184,6 +185,28 @@ def test_three_rounding_errors_of_one_word_are_independent_to_within_4e_8(kept: 
     whole = used << (16 - kept)
     bound = greatest(-whole * lower % size, size) * greatest(-whole * upper % size, size) * greatest(used, 1 << kept)
     assert float(bound.sum()) < 4e-8
+
+
+def test_the_tensors_of_a_step_are_rounded_by_different_numbers() -> None:
+    """Errors of rounding by one number would have a correlation of 1/2: its mean is (1 - 2r)/2 for the number r, its variance 1/6."""
+    policy = eb.policies.FLOOR_BF16
+    generator, rate = torch.Generator().manual_seed(0), eb.adamw(1e-2, weight_decay=0.1)
+    weights, gradient = torch.randn(2, 1 << 16, generator=generator).bfloat16()
+    rounded, exact = (eb.with_policy(rate, one) for one in (policy, eb.policies.FP32))
+    wide = weights.float()
+    _, state = rounded.step(weights, gradient, rounded.init(weights))
+    new, _ = rounded.step(weights, gradient, rounded.init(weights))
+    expected, reference = exact.step(wide, gradient, exact.init(wide))
+    errors = []
+    for stored, number in (
+        (eb.tree.get(state, "momentum"), eb.tree.get(reference, "momentum")),
+        (eb.tree.get(state, "variance"), eb.tree.get(reference, "variance")),
+        (new, expected),
+    ):
+        unit = torch.exp2(number.abs().log2().floor() - 7)
+        errors.append((stored.float() - number) / unit)
+    correlation = torch.corrcoef(torch.stack(errors)) - torch.eye(3)
+    assert float(correlation.abs().max()) < 5 / 256
 
 
 @pytest.mark.parametrize("other", ELSEWHERE.values(), ids=ELSEWHERE.keys())

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everybit.base import LOW_DTYPES, LowDType, torch_dtype
+from everybit.base import LOW_DTYPES, LowDType, sqrt, torch_dtype
 from everybit.base.rounding import DROPPED_BITS, floor_stochastic, half_ulp, narrow, nearest, stochastic, widen
 from tests.support.float_patterns import (
     EVERY_PATTERN,
@@ -218,3 +218,9 @@ def test_compiled_code_gives_the_same_bits() -> None:
         for expected, actual in zip(eager, compiled, strict=True):
             assert_same_numbers(actual, expected)
     torch._dynamo.reset()
+
+
+@given(x=float32s)
+def test_a_square_root_is_the_nearest_to_the_exact_one(x: Tensor) -> None:
+    """A float64 has more than twice the digits of a float32, so that rounding its root once more changes nothing (Figueroa 1995)."""
+    assert_same_numbers(sqrt(x.abs()), x.abs().double().sqrt().float())

@@ -135,12 +135,12 @@ def test_each_parameter_is_clipped_by_its_root_mean_square() -> None:
 def test_large_updates_are_skipped_and_leave_no_trace() -> None:
     tx = eb.skip_large_updates(eb.sgd(0.1, momentum=0.9), 5.0)
     params = torch.zeros(4, dtype=torch.float64)
-    fine = torch.ones(4, dtype=torch.float64)
+    fine = torch.full((4,), 1.25, dtype=torch.float64)
     state = tx.init(params)
     _, state = tx.update(fine, state, params)
     before = [leaf.clone() for leaf in eb.tree.leaves(state.inner)]
-    # 2.5 * 2 is the limit itself, which is not below it.
-    for bad in (100 * fine, 2.5 * fine, fine * math.nan, fine * math.inf):
+    # 4 * 1.25 is the limit itself: twice 2 * 1.25, which is not below it.
+    for bad in (100 * fine, 2.0 * fine, fine * math.nan, fine * math.inf):
         updates, state = tx.update(bad, state, params)
         assert torch.equal(updates, params)
         assert all(map(torch.equal, eb.tree.leaves(state.inner), before))

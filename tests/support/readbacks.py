@@ -20,7 +20,7 @@ READING = {
 
 def numbers_on_a_device() -> AbstractContextManager[Any]:
     """A context in which numbers are taken for tensors on a device: of those on the host a step reads the value."""
-    return mock.patch("everybit.base.random_bits.on_host", lambda number: number)
+    return mock.patch("everybit.base.rounding.on_host", lambda number: number)
 
 
 class ReadBackError(AssertionError):

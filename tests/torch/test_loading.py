@@ -128,6 +128,17 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(name: str, ste
     assert same_bits([*model.parameters()], [*twin.parameters()])
 
 
+def test_an_entry_of_other_code_does_not_take_the_place_of_the_optimizers() -> None:
+    """``kept.step`` is how a state dict calls other code's ``step``, of an optimizer that has none."""
+    model, optimizer = make("AdamW", "FP32", steps=2, seed=1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["kept.step"] = 7.5
+    optimizer.load_state_dict(saved)
+    mutations.take_step(model, optimizer, 9)
+    entries = optimizer.state[next(model.parameters())]
+    assert (int(entries["step"]), entries["kept.step"]) == (3, 7.5)
+
+
 @pytest.mark.parametrize("what", [None, [], "state", 3, torch.zeros(2)])
 def test_what_is_no_state_dict_is_refused(what: Any) -> None:
     _, optimizer = make("AdamW", "FP32", steps=0, seed=1)

@@ -1,7 +1,7 @@
 """Trees, dtypes, scalars, rounding and random bits: what every other room is made of."""
 
 from everybit.base import tree
-from everybit.base.barriers import atan, cos, exp, log, materialize, mean, sqrt, sum_of_squares
+from everybit.base.barriers import atan, bias_correction, cos, exp, log, materialize, mean, sqrt, sum_of_squares
 from everybit.base.blocks import Blocks, FirstElement, Scattered, first_of_whole, without_gaps
 from everybit.base.dtypes import (
     COMPUTE_DTYPES,
@@ -23,8 +23,8 @@ from everybit.base.dtypes import (
 from everybit.base.labels import by_name, label_table, plain_name, require_each, require_name, require_patterns
 from everybit.base.memo import once
 from everybit.base.named_tensors import load_state_dict, state_dict
-from everybit.base.random_bits import Key, Lane, Numbering, normal, require_seed, stream, uniform
-from everybit.base.rounding import straight_through
+from everybit.base.random_bits import Key, Lane, Numbering, normal, require_seed, stream
+from everybit.base.rounding import straight_through, uniform
 from everybit.base.scalars import (
     AboveZero,
     AtLeastOne,
@@ -56,7 +56,6 @@ from everybit.base.scalars import (
     as_tensor,
     at,
     beside,
-    bias_correction,
     clamp,
     is_zero,
     require,

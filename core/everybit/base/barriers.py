@@ -29,6 +29,11 @@ def materialize(x: Tensor) -> Tensor:
     return _materialize(x) if torch.compiler.is_compiling() else x
 
 
+def bias_correction(base: Tensor | float, step: Tensor) -> Tensor:
+    """The bias correction ``1 - base ** step`` of a running mean, 0-d and float64: in less it loses every digit for small steps."""
+    return 1 - base ** step.double()
+
+
 def separate(x: Tensor, number: int) -> Tensor:
     """Return a copy of ``x`` in memory of its own, also in compiled code, where copies with different numbers never share memory.
 

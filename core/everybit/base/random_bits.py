@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor
 
+from everybit.base import rounding
 from everybit.base.barriers import cos, log, materialize, sqrt
 from everybit.base.blocks import Blocks, FirstElement, Scattered
 
@@ -141,7 +142,7 @@ class Key:
         # The stream is mixed first, or seed 7 of stream 11 would be seed 11 of stream 7.
         one: Word = _mix(stream)
         two: Word = _mix(stream ^ _SECOND)
-        for number in (_known(self.seed, self.step), cast(Word, on_host(self.step))):
+        for number in (_known(self.seed, self.step), cast(Word, rounding.on_host(self.step))):
             low, high = _low(number), _low(number >> 32)
             one, two = _mix(_mix(low ^ one) ^ high), _mix(_mix(_add(low, two)) ^ high)
         return one, two
@@ -168,17 +169,6 @@ def require_seed(value: object, *, field: str = "seed") -> None:
 
 Word = Tensor | int
 """32 bits as an int32 tensor, or as a Python number of the same value: arithmetic on the host takes a hundredth of the time."""
-
-
-def on_host(number: Tensor) -> Tensor | int | float:
-    """A number's value if the host has it at once, and no transform of torch's hides it."""
-    if torch.compiler.is_compiling() or not number.is_cpu:
-        return number
-    try:
-        value = number.item()
-    except RuntimeError:  # under vmap, or while it is traced
-        return number
-    return value if type(value) in (int, float) else number
 
 
 def _low(number: Word) -> Word:
@@ -241,11 +231,6 @@ def _hashed(name: str) -> int:
 
 
 _STREAMS: dict[str, int] = {}
-
-
-def uniform(bits: Tensor) -> Tensor:
-    """float32 in [0, 1), multiples of 2**-24."""
-    return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
 _WORD = 0xFFFFFFFF
@@ -311,6 +296,6 @@ def normal(like: Tensor, radius: Key, angle: Key) -> Tensor:
         angle: The other.
     """
     # In the middle of its interval, so that no logarithm of zero is taken.
-    share = uniform(radius.bits(like)).double() + 2.0**-25
-    turn = uniform(angle.bits(like)).double() * (2 * math.pi)
+    share = rounding.uniform(radius.bits(like)).double() + 2.0**-25
+    turn = rounding.uniform(angle.bits(like)).double() * (2 * math.pi)
     return sqrt(materialize(log(materialize(share)) * -2)) * cos(materialize(turn))

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.base import random_bits
 from everybit.base.dtypes import FloatDType, LowDType, torch_dtype
 from everybit.base.older_torch import let_views_batch
 
@@ -91,7 +90,7 @@ def _dithered(x: Tensor, dtype: LowDType, bits: Tensor) -> Tensor:
 def floor_stochastic(x: Tensor, bits: Tensor) -> Tensor:
     """Round to either neighbouring integer, with probabilities that make the expectation ``x``."""
     whole = torch.floor(x)
-    return whole + (x - whole > random_bits.uniform(bits)).float()
+    return whole + (x - whole > uniform(bits)).float()
 
 
 def narrow(x: Tensor, dtype: FloatDType, *, finite: bool = False) -> Tensor:
@@ -119,7 +118,7 @@ def may_have_nan(x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or not x.is_cpu:
         return True
-    total = random_bits.on_host(x.sum())
+    total = on_host(x.sum())
     return isinstance(total, Tensor) or total != total
 
 
@@ -136,6 +135,22 @@ def nan_mask(x: Tensor) -> Tensor:
 def widen(x: Tensor) -> Tensor:
     """A stored tensor as float32, exactly; float32 and float64 are returned as they are."""
     return x.float() if x.dtype.itemsize == 2 else x
+
+
+def on_host(number: Tensor) -> Tensor | int | float:
+    """A number's value if the host has it at once, and no transform of torch's hides it."""
+    if torch.compiler.is_compiling() or not number.is_cpu:
+        return number
+    try:
+        value = number.item()
+    except RuntimeError:  # under vmap, or while it is traced
+        return number
+    return value if type(value) in (int, float) else number
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """float32 in [0, 1), multiples of 2**-24."""
+    return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
 def half_ulp(x: Tensor, dtype: LowDType) -> Tensor:

@@ -325,8 +325,3 @@ def require_step(step: Tensor | None, who: str) -> Tensor:
             " or pass ctx=eb.Context(step=...)."
         )
     return step
-
-
-def bias_correction(base: Scalar, step: Tensor) -> Tensor:
-    """The bias correction ``1 - base ** step`` of a running mean, 0-d and float64: in less it loses every digit for small steps."""
-    return 1 - base ** step.double()

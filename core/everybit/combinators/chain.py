@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from everybit.base import tree
 from everybit.combinators.wrapping import Composed
-from everybit.protocol import ALONE, Context, Transform, enter, eval_params, require_transform
+from everybit.protocol import ALONE, Context, Transform, eval_params, in_turn, require_transform
 
 P = TypeVar("P")
-R = TypeVar("R")
 
 
 @tree.state
@@ -60,7 +59,7 @@ class Chain(Composed):
     def update(self, updates: P, state: ChainState, params: P, ctx: Context = ALONE) -> tuple[P, ChainState]:
         """Apply each part's update to the output of the part before it."""
         step = state.step + 1
-        return _run(
+        return in_turn(
             self.transforms,
             updates,
             state.states,
@@ -103,28 +102,7 @@ class NamedChain(Composed):
         def named(updates: P, states: tuple[Any, ...]) -> tuple[P, NamedChainState]:
             return updates, NamedChainState(step, dict(zip(self.transforms, states, strict=True)))
 
-        return _run(self.parts(), updates, inner, params, ctx.at(step), named)
-
-
-def _run(
-    parts: Sequence[Transform[Any]],
-    updates: P,
-    states: Sequence[Any],
-    params: P,
-    ctx: Context,
-    after: Callable[[P, tuple[Any, ...]], R],
-    done: tuple[Any, ...] = (),
-) -> R:
-    """Apply the transforms from number ``len(done)`` on, and go on with the updates of the last and the new states."""
-    at = len(done)
-    if at == len(parts):
-        return after(updates, done)
-
-    # A closure that refers to itself would keep its tensors until Python's collector comes.
-    def further(updates: P, new: Any) -> R:
-        return _run(parts, updates, states, params, ctx, after, (*done, new))
-
-    return enter(parts[at], updates, states[at], params, ctx.inside(at), further)
+        return in_turn(self.parts(), updates, inner, params, ctx.at(step), named)
 
 
 def chain(*transforms: Transform[Any]) -> Chain:

@@ -13,6 +13,8 @@ from everybit.protocol.per_tensor import PerTensor
 from everybit.protocol.requests import Pending, Request, then
 
 P = TypeVar("P")
+R = TypeVar("R")
+S = TypeVar("S")
 T = TypeVar("T")
 A = TypeVar("A")
 
@@ -178,3 +180,53 @@ def undeclared(what: str, promise: str) -> str:
         f"{what}: asked by a transform that does not say so, on whose word parameters were cut; accepted is a transform, and"
         f" combinators around it, with {promise}: ClassVar[bool] = True."
     )
+
+
+def enter(transform: Any, updates: P, state: S, params: P, ctx: Context, after: Callable[[P, S], R]) -> R:
+    """Call ``transform.update``, and go on with ``after(updates, state)``, now or when its requests are met.
+
+    Combinators and optimizers call every transform by this function.
+
+    Raises:
+        TypeError: The update returned something else than a pair of updates and a state of the same class.
+    """
+
+    def checked(returned: Any) -> R:
+        _require_pair(transform, returned, state)
+        return after(*returned)
+
+    returned: Any = transform.update(updates, state, params, ctx)
+    return then(returned, checked) if isinstance(returned, Pending) else checked(returned)
+
+
+def _require_pair(transform: Any, returned: Any, state: S) -> None:
+    if type(returned) is not tuple or len(returned) != 2:
+        raise TypeError(
+            f"{type(transform).__name__}.update returned a {type(returned).__name__}; accepted is a pair: return updates, state."
+        )
+    if type(returned[1]) is not type(state):
+        raise TypeError(
+            f"{type(transform).__name__}.update returned a {type(returned[1]).__name__} as its state; accepted is what init returned, a"
+            f" {type(state).__name__}: return updates, {type(state).__name__}(...)."
+        )
+
+
+def in_turn(
+    parts: Sequence[Any],
+    updates: P,
+    states: Sequence[Any],
+    params: P,
+    ctx: Context,
+    after: Callable[[P, tuple[Any, ...]], R],
+    done: tuple[Any, ...] = (),
+) -> R:
+    """Apply the transforms from number ``len(done)`` on, and go on with the updates of the last and the new states."""
+    at = len(done)
+    if at == len(parts):
+        return after(updates, done)
+
+    # A closure that refers to itself would keep its tensors until Python's collector comes.
+    def further(updates: P, new: Any) -> R:
+        return in_turn(parts, updates, states, params, ctx, after, (*done, new))
+
+    return enter(parts[at], updates, states[at], params, ctx.inside(at), further)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,42 +14,10 @@ from torch import Tensor
 
 from everybit.base import tree
 from everybit.base.barriers import separate
-from everybit.protocol.context import Context
-from everybit.protocol.requests import Pending, then
 from everybit.protocol.transform import Transform
 
 P = TypeVar("P")
 S = TypeVar("S")
-R = TypeVar("R")
-
-
-def enter(transform: Transform[S], updates: P, state: S, params: P, ctx: Context, after: Callable[[P, S], R]) -> R:
-    """Call ``transform.update``, and go on with ``after(updates, state)``, now or when its requests are met.
-
-    Combinators and optimizers call every transform by this function.
-
-    Raises:
-        TypeError: The update returned something else than a pair of updates and a state of the same class.
-    """
-
-    def checked(returned: Any) -> R:
-        _require_pair(transform, returned, state)
-        return after(*returned)
-
-    returned: Any = transform.update(updates, state, params, ctx)
-    return then(returned, checked) if isinstance(returned, Pending) else checked(returned)
-
-
-def _require_pair(transform: Transform[S], returned: Any, state: S) -> None:
-    if type(returned) is not tuple or len(returned) != 2:
-        raise TypeError(
-            f"{_name(transform)}.update returned a {type(returned).__name__}; accepted is a pair: return updates, state."
-        )
-    if type(returned[1]) is not type(state):
-        raise TypeError(
-            f"{_name(transform)}.update returned a {type(returned[1]).__name__} as its state; accepted is what init returned, a"
-            f" {type(state).__name__}: return updates, {type(state).__name__}(...)."
-        )
 
 
 def require_state(transform: Transform[Any], state: object, params: object) -> None:

@@ -9,6 +9,9 @@ import torch
 
 T = TypeVar("T")
 
+MOST = 1024
+"""Results that an object keeps."""
+
 
 class Remembers(Protocol):
     """An object with a table of results, such as a frozen dataclass with a field that takes no part in comparisons."""
@@ -27,6 +30,13 @@ def once(owner: Remembers, key: Hashable, find: Callable[[], T]) -> T:
     if torch.compiler.is_compiling():
         return find()
     if key not in owner.found:
-        owner.found[key] = find()
+        remember(owner, key, find())
     result: T = owner.found[key]
     return result
+
+
+def remember(owner: Remembers, key: Hashable, result: object) -> None:
+    """Keep a result. A table that is full is emptied: shapes that change at every step would fill memory."""
+    if len(owner.found) >= MOST:
+        owner.found.clear()
+    owner.found[key] = result

@@ -158,6 +158,48 @@ def leaves(tree: object) -> list[Tensor]:
     return found
 
 
+def flatten(tree: object) -> tuple[list[Any], Any]:
+    """The leaves of a tree, and its structure, which can be compared and hashed."""
+    return optree.tree_flatten(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """The structure of a tree.
+
+    Attributes:
+        spec: What optree knows of it.
+        template: A tree of this structure, of the numbers of its leaves. Compiled code, which cannot call ``spec``, builds trees by it.
+    """
+
+    spec: Any
+    template: Any
+
+    @staticmethod
+    def of(tree: object) -> Structure:
+        """The structure of ``tree``."""
+        found, spec = flatten(tree)
+        return Structure(spec, replace(tree, range(len(found))))
+
+    def tree(self, leaves: list[Any]) -> Any:
+        """Build the tree of these leaves."""
+        if torch.compiler.is_compiling():
+            return map(lambda number: leaves[number], self.template)
+        return self.spec.unflatten(leaves)
+
+    def leaves(self, tree: object) -> list[Any]:
+        """The leaves of a tree of this structure, whatever the order of its dicts.
+
+        Raises:
+            ValueError: It has another structure.
+        """
+        if not torch.compiler.is_compiling():
+            found, spec = flatten(tree)
+            if spec == self.spec:
+                return found
+        return leaves(ordered_as(self.template, tree))
+
+
 def replace(tree: P, new: Iterable[Any]) -> P:
     """``tree`` with its leaves replaced, in order, by ``new`` (which may be subtrees)."""
     _, structure = optree.tree_flatten(tree, namespace=NAMESPACE)  # type: ignore[arg-type]

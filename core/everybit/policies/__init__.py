@@ -28,7 +28,6 @@ A bfloat16 moment is rounded stochastically in every preset but the last two: ro
 0.96875, which is a refused policy, and at lower rates it is off by up to a seventh where gradients are steady (2 to 3 % on average at 0.9).
 """
 
-from everybit.policies.codec import Codec, widened, widened_param
 from everybit.policies.labels import (
     LOW,
     AnyPolicy,
@@ -65,12 +64,13 @@ from everybit.policies.presets import (
     with_name_resolved,
 )
 from everybit.policies.wide_parameters import keep_wide
+from everybit.policies.widening import wide_gradient, widened, widened_param
 
 __all__ = [
     "ANYPRECISION", "EXACT_BF16", "FLOOR_8BIT", "FLOOR_BF16", "FP32", "FP64", "KAHAN_BF16", "LEAN_4BIT", "LEAN_8BIT", "LEAN_BF16",
-    "LOW", "MIXED_BF16", "PRESETS", "PURE_BF16", "TIGHT_BF16", "AnyPolicy", "ByLabel", "Codec", "Grads", "Policy", "PolicyName",
+    "LOW", "MIXED_BF16", "PRESETS", "PURE_BF16", "TIGHT_BF16", "AnyPolicy", "ByLabel", "Grads", "Policy", "PolicyName",
     "PolicyOrName", "Resolved", "block_of", "by_dtype", "by_label", "describe", "draws_bits", "for_dtype", "keep_wide",
-    "native", "policies_of", "resolve", "resolve_tree", "short", "widened", "widened_param", "with_name_resolved",
+    "native", "policies_of", "resolve", "resolve_tree", "short", "wide_gradient", "widened", "widened_param", "with_name_resolved",
 ]  # fmt: skip
 
 

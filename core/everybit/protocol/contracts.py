@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -126,12 +126,16 @@ class Unwritten:
     Compilers and ``torch.func`` trace writes to a copy, and are not checked.
     """
 
-    def __init__(self, **inputs: object) -> None:
+    def __init__(self, inputs: Mapping[str, Sequence[Tensor]]) -> None:
         self._inputs = inputs
         self._versions: Sequence[int] | None = None if torch.compiler.is_compiling() else _versions(inputs)
 
-    def require(self, transform: Transform[Any]) -> None:
+    def require(self, transform: Transform[Any], **trees: object) -> None:
         """Refuse a transform that wrote to an input.
+
+        Args:
+            transform: The transform.
+            trees: The inputs as trees, by name, for the message.
 
         Raises:
             TypeError: The message names the tensor.
@@ -139,9 +143,9 @@ class Unwritten:
         if self._versions is None:
             return
         now = _versions(self._inputs)
-        if now is None or list(now) == list(self._versions):
+        if now is None or now == self._versions:
             return
-        names = (f"{name}{path}" for name, values in self._inputs.items() for path in tree.paths(values))
+        names = (f"{name}{path}" for name in self._inputs for path in tree.paths(trees[name]))
         written = next(name for name, a, b in zip(names, self._versions, now, strict=True) if a != b)
         raise TypeError(
             f"{_name(transform)}.update wrote to {written}, which was passed in; accepted is an update that makes new tensors:"
@@ -149,9 +153,9 @@ class Unwritten:
         )
 
 
-def _versions(inputs: dict[str, object]) -> Sequence[int] | None:
+def _versions(inputs: Mapping[str, Sequence[Tensor]]) -> Sequence[int] | None:
     try:
-        return [leaf._version for values in inputs.values() for leaf in tree.leaves(values)]
+        return [leaf._version for tensors in inputs.values() for leaf in tensors]
     except RuntimeError:  # inference tensors have no versions
         return None
 

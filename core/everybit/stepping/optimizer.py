@@ -11,18 +11,28 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from everybit.base import FirstElement, is_dense, is_parameter, once, require_seed, torch_dtype, tree, without_autocast
+from everybit.base import (
+    FirstElement,
+    is_dense,
+    is_parameter,
+    once,
+    remember,
+    require_seed,
+    torch_dtype,
+    tree,
+    without_autocast,
+)
 from everybit.combinators import needs_whole_tensors, zero_step
 from everybit.policies import (
     AnyPolicy,
     ByLabel,
-    Codec,
     Policy,
     PolicyOrName,
     Resolved,
     draws_bits,
     policies_of,
     resolve_tree,
+    wide_gradient,
     widened,
     widened_param,
     with_name_resolved,
@@ -51,6 +61,7 @@ from everybit.protocol import (
 )
 from everybit.protocol.context import undeclared
 from everybit.protocol.transform import squares
+from everybit.stepping.layout import Layout
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -92,6 +103,24 @@ class StepTrace(NamedTuple):
     grads: Any
     updates: Any
     after: Any
+
+
+class Lists(NamedTuple):
+    """The tensors of a step.
+
+    Attributes:
+        layout: How they are stored.
+        leaves: The parameters.
+        grads: The gradients, in the compute dtype.
+        extra: The parts of the parameters that the model does not hold.
+        inner: The transform's state.
+    """
+
+    layout: Layout
+    leaves: list[Tensor]
+    grads: list[Tensor]
+    extra: list[Tensor]
+    inner: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +221,16 @@ class Optimizer(Generic[S]):
             ValueError: A parameter that the policy cannot store, or a slot of which the transform does not say how slowly it moves though
                 the policy needs to know. All messages name the path.
         """
-        formats = self.formats(params)
-        step = zero_step(params)
-        codec = Codec.of(params, formats, self.seed, step, _first(ctx))
-        values = [widened_param(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
-        extra = [parts[1:] for parts in codec.encode_params(values)]
-        inner = self.transform.init(tree.replace(params, values))
+        formats, leaves, step = self.formats(params), tree.leaves(params), zero_step(params)
+        weights = [widened_param(leaf, one) for leaf, one in zip(leaves, formats, strict=True)]
+        inner = self.transform.init(tree.replace(params, weights))
         require_state(self.transform, inner, params)
         require_cut(self.transform, inner, params)
         self._require_declared(inner)
-        return separated(OptimizerState(step, tree.replace(params, extra), codec.encode_state(inner)), params)
+        layout = Layout.of(params, formats, inner)
+        bits = layout.bits(leaves, self.seed, step, _first(ctx))
+        _, extra, packed = layout.encode(leaves, weights, layout.open.leaves(inner), bits)
+        return separated(OptimizerState(step, extra, packed), params)
 
     def _require_declared(self, inner: S) -> None:
         """Require the decay rates of slots in formats that cannot follow every rate."""
@@ -243,39 +272,51 @@ class Optimizer(Generic[S]):
 
     def step_traced(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> StepTrace:
         """Compute a step as :meth:`step` does, and return its intermediate results too."""
-        _warn_of_growing_graphs(params)
-        leaves = tree.leaves(params)
-        with without_autocast(leaves[0]) if leaves else nullcontext():
-            return self._stepped(params, grads, state, ctx)
+        lists = self._lists(params, grads, state)
+        _warn_of_growing_graphs(lists.leaves, params)
+        with without_autocast(lists.leaves[0]) if lists.leaves else nullcontext():
+            return self._stepped(lists, state.step + 1, ctx)
 
-    def _stepped(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None) -> StepTrace:
+    def _lists(self, params: P, grads: P, state: OptimizerState[S]) -> Lists:
+        """The tensors of a step as lists. A structure with dtypes and shapes that a step had before needs no look at each tensor."""
+        (leaves, *of_params), (given, *of_grads), (extra, *of_extra), (inner, *of_inner) = map(
+            tree.flatten, (params, grads, state.extra, state.inner)
+        )
+        kind: Any = None
+        if not torch.compiler.is_compiling() and of_params == of_grads and not isinstance(self.policy, ByLabel):
+            kind = (*of_params, *of_extra, *of_inner, *map(_kind, [*leaves, *given, *extra, *inner]))
+            layout: Layout | None = self.found.get(kind)
+            if layout is not None:
+                wide = [wide_gradient(x, row.wide) for x, row in zip(given, layout.weights, strict=True)]
+                return Lists(layout, leaves, wide, extra, inner)
         formats = self.formats(params)
-        step = state.step + 1
-        codec = Codec.of(params, formats, self.seed, step, _first(ctx))
-        values = codec.decode_params(state.extra)
-        before = tree.replace(params, values)
-        wide_grads = widened(grads, params, formats)
-        inner = codec.decode_state(state.inner)
+        layout = Layout.of(params, formats, state.inner, state.extra)
+        lists = Lists(layout, leaves, tree.leaves(widened(grads, params, formats)), extra, inner)
+        if kind is not None:
+            remember(self, kind, layout)
+        return lists
 
-        unwritten = Unwritten(grads=wide_grads, state=inner, params=before)
+    def _stepped(self, lists: Lists, step: Tensor, ctx: Context | None) -> StepTrace:
+        layout = lists.layout
+        weights = layout.decode_weights(lists.leaves, lists.extra)
+        stored = layout.decode_state(lists.leaves, lists.inner)
+        before, wide_grads, inner = (
+            layout.params.tree(weights),
+            layout.params.tree(lists.grads),
+            layout.open.tree(stored),
+        )
+        bits = layout.bits(lists.leaves, self.seed, step, _first(ctx))
+        unwritten = Unwritten({"grads": lists.grads, "state": stored, "params": weights})
 
         def applied(updates: Any, inner: S) -> StepTrace:
-            unwritten.require(self.transform)
-            moves = tree.leaves(updates)
-            if len(moves) != len(values) or any(u.shape != x.shape for u, x in zip(moves, values, strict=True)):
-                tree.require_same_structure(updates, params, name="updates", reference_name="params")
+            unwritten.require(self.transform, grads=wide_grads, state=inner, params=before)
+            moves = _moves(updates, before, layout)
+            after = [x + u for x, u in zip(weights, moves, strict=True)]
+            new, extra, packed = layout.encode(lists.leaves, after, _values(self.transform, inner, layout), bits)
+            return StepTrace(new, OptimizerState(step, extra, packed), before, wide_grads, updates, after)
 
-            after = [x + u for x, u in zip(values, moves, strict=True)]
-            parts = codec.encode_params(after)
-            new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), codec.encode_state(inner))
-            return StepTrace(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
-
-        return enter(self.transform, wide_grads, inner, before, self._inside(ctx, codec), applied)
-
-    def _inside(self, ctx: Context | None, codec: Codec) -> Context:
-        """The context of a step for the transform."""
-        numbering = codec.numbering if self.draws else ()
-        return replace(ctx or Context(), seed=self.seed, numbering=numbering).at(codec.step)
+        inside = replace(ctx or Context(), seed=self.seed, numbering=bits.numbering if self.draws else ()).at(step)
+        return enter(self.transform, wide_grads, inner, before, inside, applied)
 
     def ask(
         self,
@@ -316,8 +357,10 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
-        codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
-        return tree.replace(params, [value.clone() for value in codec.decode_params(state.extra)])
+        layout = Layout.of(params, self.formats(params), state.inner, state.extra)
+        found = layout.decode_weights(tree.leaves(params), tree.leaves(state.extra))
+        weights: P = layout.params.tree([x.clone() for x in found])
+        return weights
 
     def eval_params(self, params: P, state: OptimizerState[S]) -> P:
         """The weights for evaluation, in the compute dtype (float32): those that the transform says, else those that are trained.
@@ -325,9 +368,7 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
-        codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
-        weights = tree.replace(params, codec.decode_params(state.extra))
-        found = eval_params(self.transform, weights, codec.decode_state(state.inner))
+        found = eval_params(self.transform, *self._decoded(params, state))
         tree.require_same_structure(found, params, name="eval_params", reference_name="params")
         return tree.map(torch.clone, found)
 
@@ -349,13 +390,9 @@ class Optimizer(Generic[S]):
             ValueError: Structures or shapes differ; the message names the path.
         """
         tree.require_same_structure(weights, params, name="weights", reference_name="params")
-        formats = self.formats(params)
         fresh = self.init(params, ctx) if state is None else state
-        codec = Codec.of(params, formats, self.seed, fresh.step, _first(ctx))
-        wide = widened(weights, params, formats, name="weights")
-        parts = codec.encode_params(tree.leaves(wide))
-        stored = OptimizerState(fresh.step, tree.replace(params, [p[1:] for p in parts]), fresh.inner)
-        return tree.replace(params, [p[0] for p in parts]), stored
+        new, extra, _ = self._encoded(weights, params, None, fresh.step, ctx)
+        return new, OptimizerState(fresh.step, extra, fresh.inner)
 
     def decode(self, params: P, state: OptimizerState[S]) -> tuple[P, OptimizerState[S]]:
         """Return the weights, and a state without extra parts, all decoded to the compute dtype (float32).
@@ -365,11 +402,9 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
-        codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
-        weights = [value.clone() for value in codec.decode_params(state.extra)]
-        inner = tree.map(torch.clone, codec.decode_state(state.inner))
-        nothing = tree.replace(params, [()] * len(weights))
-        return tree.replace(params, weights), OptimizerState(state.step.clone(), nothing, inner)
+        weights, inner = self._decoded(params, state)
+        nothing = tree.map(lambda _: (), params)
+        return weights, OptimizerState(state.step.clone(), nothing, inner)
 
     def encode(
         self, weights: P, state: OptimizerState[S], params: P, ctx: Context | None = None
@@ -388,13 +423,23 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: Structures, shapes or dtypes differ; the message names the path.
         """
-        formats = self.formats(params)
-        codec = Codec.of(params, formats, self.seed, state.step, _first(ctx))
-        wide = widened(weights, params, formats, name="weights")
-        parts = codec.encode_params(tree.leaves(wide))
-        inner = tree.map(torch.clone, codec.encode_state(state.inner))
-        stored = OptimizerState(state.step.clone(), tree.replace(params, [p[1:] for p in parts]), inner)
-        return tree.replace(params, [p[0] for p in parts]), stored
+        new, extra, inner = self._encoded(weights, params, state.inner, state.step, ctx)
+        return new, OptimizerState(state.step.clone(), extra, tree.map(torch.clone, inner))
+
+    def _decoded(self, params: P, state: OptimizerState[S]) -> tuple[P, S]:
+        """Copies of the weights and of the transform's state, in the compute dtype."""
+        layout, leaves = Layout.of(params, self.formats(params), state.inner, state.extra), tree.leaves(params)
+        weights = layout.decode_weights(leaves, tree.leaves(state.extra))
+        values = layout.decode_state(leaves, tree.leaves(state.inner))
+        return layout.params.tree([x.clone() for x in weights]), layout.open.tree([x.clone() for x in values])
+
+    def _encoded(self, weights: P, params: P, inner: S | None, step: Tensor, ctx: Context | None) -> tuple[P, Any, Any]:
+        """What is stored of weights, and of a transform's state in the compute dtype."""
+        formats, leaves = self.formats(params), tree.leaves(params)
+        layout = Layout.of(params, formats, inner)
+        wide = tree.leaves(widened(weights, params, formats, name="weights"))
+        values = layout.open.leaves(inner)
+        return layout.encode(leaves, wide, values, layout.bits(leaves, self.seed, step, _first(ctx)))
 
     def bytes_table(self, params: object) -> dict[str, int]:
         """Return the bytes that persist between steps for these parameters, by use, without allocating them.
@@ -471,11 +516,11 @@ def _object(problem: str, unsafe: Unsafe, *, stacklevel: int) -> None:
     warnings.warn(problem, stacklevel=stacklevel)
 
 
-def _warn_of_growing_graphs(params: object) -> None:
+def _warn_of_growing_graphs(leaves: Sequence[Tensor], params: object) -> None:
     """A parameter of a module requires gradients, so that outside of ``no_grad`` a step becomes part of the graph of the next."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    for index, leaf in enumerate(tree.leaves(params)):
+    for index, leaf in enumerate(leaves):
         if leaf.requires_grad and is_parameter(leaf):
             warnings.warn(
                 f"params{tree.paths(params)[index]}: got an nn.Parameter while gradients are enabled; what a step returns then"
@@ -484,6 +529,37 @@ def _warn_of_growing_graphs(params: object) -> None:
                 stacklevel=4,
             )
             return
+
+
+def _kind(x: Any) -> object:
+    """What of a tensor decides on a layout; of something else, that is refused, itself."""
+    return (x.dtype, x.shape, x.layout) if isinstance(x, Tensor) else type(x)
+
+
+def _moves(updates: Any, before: Any, layout: Layout) -> list[Tensor]:
+    """The updates in the order of the parameters."""
+    try:
+        moves = layout.params.leaves(updates)
+    except ValueError:
+        moves = []
+    shapes = [x.shape for x in tree.leaves(before)]
+    if [getattr(u, "shape", None) for u in moves] != shapes:
+        tree.require_same_structure(updates, before, name="updates", reference_name="params")
+    return moves
+
+
+def _values(transform: Transform[Any], inner: Any, layout: Layout) -> list[Tensor]:
+    """The values of a transform's new state, in order."""
+    try:
+        values = layout.open.leaves(inner)
+    except ValueError as error:
+        raise ValueError(f"{type(transform).__name__}.update: returned a state of another structure: {error}") from None
+    if len(values) != len(layout.state):
+        raise ValueError(
+            f"{type(transform).__name__}.update: returned a state of {len(values)} tensors; accepted is as many as it was given:"
+            f" {len(layout.state)}."
+        )
+    return values
 
 
 def _first(ctx: Context | None) -> FirstElement:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from everybit import Key
 import everybit as eb
+from everybit import Key
 from everybit.base import Lane, Scattered, stream, uniform
 from tests.support.float_patterns import assert_same_bits, key
 

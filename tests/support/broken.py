@@ -157,9 +157,25 @@ def failed(fault: Fault) -> bool:
         Path(folder, fault.file).write_text(fault.broken(), encoding="utf-8")
         paths = os.pathsep.join([f"{folder}/core", f"{folder}/adapters"])
         # Code that was compiled for other sources is not found again.
-        variables = os.environ | {"PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "OMP_NUM_THREADS": "1"}
+        variables = os.environ | {
+            "PYTHONPATH": paths,
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "OMP_NUM_THREADS": "1",
+        }
         chosen = ["-k", names] if names else []
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive", *chosen, f"tests/{path}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not exhaustive",
+            *chosen,
+            f"tests/{path}",
+        ]
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{fault}: pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-500:]}")

@@ -150,18 +150,24 @@ def test_factors_of_a_transform_that_may_be_cut_anywhere_are_refused() -> None:
 
 
 class Bad(ScaleByFactoredRms):
-    """Makes a factor that has no name."""
+    """Makes a factor that has no name, at the first step or later."""
+
+    def init(self, params: Any) -> Any:
+        state = super().init(params)
+        return replace(state, variance={"w": {"rows.of": torch.ones(2)}}) if self.decay == 0.5 else state
 
     def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = eb.Context()) -> Any:  # noqa: B008
         return updates, replace(state, variance={"w": {"rows.of": torch.ones(2), "columns": torch.ones(3)}})
 
 
 def test_factors_without_names_are_refused() -> None:
-    optimizer = eb.with_policy(Bad(), FP32)
     params = {"w": torch.ones(2, 3)}
     with pytest.raises(
         ValueError, match=r"state\.variance\['w'\]: got a factor called 'rows\.of'; accepted are identifiers"
     ):
+        eb.with_policy(Bad(0.5), FP32).init(params)
+    optimizer = eb.with_policy(Bad(), FP32)
+    with pytest.raises(ValueError, match=r"Bad\.update: returned a state of another structure: .*rows\.of"):
         optimizer.step(params, params, optimizer.init(params))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping import OptimizerState
+from everybit.stepping.layout import Layout
 from everybit_torch.compiled.compilation import compile_step, is_whole, let_length_vary
 from everybit_torch.torch_internals.kernel_calls import CompiledGraph
 
@@ -97,6 +98,7 @@ class DirectCalls(_KnownCode):
         given: Mapping[str, Tensor],
         first: Tensor | Blocks | Scattered,
         totals: Sequence[Tensor],
+        layout: Layout | None = None,
         segment: object = None,
     ) -> None:
         """Step in place; the arguments are those of a compiled step that is not measured.
@@ -109,6 +111,7 @@ class DirectCalls(_KnownCode):
             given: Those that are tensors.
             first: The indices of the elements.
             totals: The totals of requests.
+            layout: How they are stored.
             segment: The owner of this tensor and this state, with the same tensors of the state at every step.
         """
         (tensor,), (grad,) = tensors, grads
@@ -123,7 +126,7 @@ class DirectCalls(_KnownCode):
             self._began()
             compiled(*_arguments(places, [*inputs, numbers]))
             return
-        through_dynamo = partial(self._through_dynamo, tensors, grads, state, numbers, given, first, totals)
+        through_dynamo = partial(self._through_dynamo, tensors, grads, state, numbers, given, first, totals, layout)
         self._learn(kind, [*inputs, numbers], through_dynamo)
 
     def again(

@@ -21,6 +21,7 @@ import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.policies import AnyPolicy
 from everybit.stepping import OptimizerState
+from everybit.stepping.layout import Layout
 from everybit_torch import notices
 from everybit_torch.compiled.compilation import (
     DeclinedError,
@@ -83,6 +84,7 @@ class Inputs:
     choices: tuple[tuple[str, Any], ...] = ()
     returns: bool = True
     segment: object = None
+    layout: Layout | None = None
 
     def place(self) -> _Place:
         """Return what tells the step apart from the others of its group."""
@@ -208,7 +210,7 @@ class Variants(Generic[R]):
             is_direct = isinstance(variant.run, DirectCalls)
             segment = (inputs.segment,) if is_direct else ()
             measured = variant.run(
-                inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals, *segment
+                inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals, inputs.layout, *segment
             )  # fmt: skip
         except Exception as error:
             if variant.began:
@@ -325,12 +327,13 @@ class Variants(Generic[R]):
             given: dict[str, Tensor],
             first: FirstOnDevice,
             totals: list[Tensor],
+            layout: Layout | None,
         ) -> R:
             know_whole_lines(eb.tree.leaves((tensors, grads, state)) if tensors[0].device.type != "cpu" else ())
             # One tensor for all numbers: of each 0-d input torch makes a symbol first, and traces everything again without.
             data = {name: numbers[place] for name, place in places.items()}
             optimizer = applied(eb.Optimizer(factory(**data, **given, **constants), policy, seed), decision)
-            return body(optimizer, tensors, grads, state, first, totals=totals, due=due, **options)
+            return body(optimizer, tensors, grads, state, first, totals=totals, due=due, layout=layout, **options)
 
         def began() -> None:
             variant.began = True

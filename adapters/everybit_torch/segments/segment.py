@@ -16,6 +16,7 @@ from everybit.policies import Resolved
 from everybit.protocol import advance, require_done
 from everybit.stepping import Metrics, OptimizerState, StepTrace
 from everybit.stepping.entries import Entry, cut, entries, map_parts
+from everybit.stepping.layout import Layout
 from everybit.stepping.metrics import measure
 from everybit_torch.host_counts import Due, HostCount
 
@@ -59,6 +60,7 @@ class Segment:
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
     count: HostCount = field(init=False, default_factory=HostCount)
     _entries: list[tuple[Entry, Tensor]] = field(init=False, default_factory=list, repr=False)
+    _layout: tuple[OptimizerState[Any], Layout] | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         (self.stored,) = self.optimizer.formats([self.tensor])
@@ -146,6 +148,13 @@ class Segment:
 
     # -- stepping -------------------------------------------------------------------------------------------------------------------
 
+    @property
+    def layout(self) -> Layout:
+        """How the tensor and its state are stored."""
+        if self._layout is None or self._layout[0] is not self.state:
+            self._layout = self.state, Layout.of([self.tensor], [self.stored], self.state.inner, self.state.extra)
+        return self._layout[1]
+
     def due(self) -> Due:
         """Return the periodic work that is due at the next step, as the host counts steps.
 
@@ -176,7 +185,7 @@ class Segment:
             own = grad if part is self else grad[where]
             found = step_in_place(
                 self.optimizer, [part.tensor], [own], part.state, part.first,
-                totals=totals, holds_wholes=not part.is_part, due=due, metrics=metrics,
+                totals=totals, holds_wholes=not part.is_part, due=due, metrics=metrics, layout=self.layout,
             )  # fmt: skip
             measured = found if measured is None or found is None else measured + found
         if part is not self:
@@ -201,10 +210,11 @@ def step_in_place(
     holds_wholes: bool = True,
     due: Due = (),
     metrics: bool = False,
+    layout: Layout | None = None,
 ) -> Metrics | None:
     """Take the pure step, and write its results over its arguments. Compiled, the writes become in-place stores."""
     ctx = eb.Context(first_element=first, due=due, pending=len(totals) > 0)
-    found = advance(optimizer.step_traced(tensors, grads, state, ctx), totals, holds_wholes=holds_wholes)
+    found = advance(optimizer.step_traced(tensors, grads, state, ctx, layout=layout), totals, holds_wholes=holds_wholes)
     trace: StepTrace = require_done(found, optimizer.transform)
     measured = measure(optimizer, trace, ctx) if metrics else None
     write((tensors, state), (trace.params, trace.state))

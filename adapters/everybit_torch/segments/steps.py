@@ -267,7 +267,7 @@ class Steps:
             tensor, grad = _vector(tensor), _vector(grad.contiguous())
         return Inputs(
             [tensor], [grad], state, segment.first_tensor, list(totals), self._policy, decision, due,
-            (("holds_wholes", not segment.is_part), *choices), returns, segment,
+            (("holds_wholes", not segment.is_part), *choices), returns, segment, segment.layout,
         )  # fmt: skip
 
     def _numbers_on(self, device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from everybit.base import FirstElement, sum_of_squares, torch_dtype
 from everybit.base.barriers import scratch_for
 from everybit.protocol.requests import Kind
 from everybit.stepping import OptimizerState
+from everybit.stepping.layout import Layout
 from everybit_torch.host_counts import Due
 from everybit_torch.segments.requests import Sources
 from everybit_torch.segments.segment import Segment
@@ -87,13 +88,14 @@ def contribution(
     totals: Sequence[Tensor],
     holds_wholes: bool,
     due: Due,
+    layout: Layout | None = None,
 ) -> Partial | None:
     """Return the contribution of some elements to the first request that ``totals`` leave open, or None.
 
     It can be compiled: then only those slots are decoded from which the request is computed.
     """
     ctx = eb.Context(first_element=first, pending=True, due=due)
-    found = optimizer.ask(tensors, grads, state, ctx, totals=totals, holds_wholes=holds_wholes)
+    found = optimizer.ask(tensors, grads, state, ctx, totals=totals, holds_wholes=holds_wholes, layout=layout)
     if found is None:
         return None
     value = found.partial()
@@ -108,7 +110,7 @@ def find_uncompiled(segment: Segment, grad: Tensor, totals: Sequence[Tensor], du
         own = grad if part is segment else grad[where]
         found = contribution(
             segment.optimizer, [part.tensor], [own], part.state, part.first,
-            totals=totals, holds_wholes=not part.is_part, due=due,
+            totals=totals, holds_wholes=not part.is_part, due=due, layout=segment.layout,
         )  # fmt: skip
         if found is None:
             return None

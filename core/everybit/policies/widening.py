@@ -37,16 +37,20 @@ def widened(grads: P, params: P, formats: Sequence[Resolved], *, name: str = "gr
     # By the parameters' order: the keys of a dict may come in another.
     for index, (grad, one) in enumerate(zip(tree.flatten_up_to(params, grads), formats, strict=True)):
         compute = one.policy.compute
-        accepted = _ACCEPTED[compute]
-        if grad.layout is not torch.strided or grad.dtype not in accepted:
+        if not is_gradient(grad, one):
             path = f"{name}{tree.paths(params)[index]}"
             kind = f"a {grad.layout} tensor" if grad.layout is not torch.strided else str(grad.dtype)
             raise TypeError(
                 f"{path}: got {kind} with Policy.compute={compute!r}; accepted are dense, real floating-point tensors:"
-                f" {', '.join(accepted.values())}."
+                f" {', '.join(_ACCEPTED[compute].values())}."
             )
         wide.append(wide_gradient(grad, one.wide))
     return tree.replace(params, wide)
+
+
+def is_gradient(grad: Tensor, one: Resolved) -> bool:
+    """Whether a step can take a tensor as a gradient: it is dense, and of a dtype not above the compute dtype."""
+    return grad.layout is torch.strided and grad.dtype in _ACCEPTED[one.policy.compute]
 
 
 def wide_gradient(grad: Tensor, wide: torch.dtype) -> Tensor:

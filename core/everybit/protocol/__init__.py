@@ -38,7 +38,7 @@ from everybit.protocol.traversal import fields_of, is_transform, map_parts, tran
 
 __all__ = [
     "ALONE", "PARTS", "Axis", "Context", "Cut", "Elementwise", "HasEvalParams", "Local", "Max", "Pending", "Request", "SlotDecay",
-    "Sum", "SumOfSquares", "Transform", "Unwritten", "WholeTensors", "__", "accepting", "advance", "any_draws", "any_per_tensor",
+    "Sum", "SumOfSquares", "Transform", "Unwritten", "WholeTensors", "accepting", "advance", "any_draws", "any_per_tensor",
     "any_reduces", "coarsest", "common", "decays", "enter", "eval_params", "fields_of", "fulfil", "hyperparameters", "in_turn",
     "is_transform", "map_hyperparameters", "map_parts", "periods", "require_cut", "require_done", "require_state",
     "require_transform", "separated", "then", "transforms_in",

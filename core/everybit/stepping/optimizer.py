@@ -30,6 +30,7 @@ from everybit.policies import (
     PolicyOrName,
     Resolved,
     draws_bits,
+    is_gradient,
     policies_of,
     resolve_tree,
     wide_gradient,
@@ -270,9 +271,25 @@ class Optimizer(Generic[S]):
         """
         return then(self.step_traced(params, grads, state, ctx), lambda trace: (trace.params, trace.state))
 
-    def step_traced(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> StepTrace:
-        """Compute a step as :meth:`step` does, and return its intermediate results too."""
-        lists = self._lists(params, grads, state)
+    def step_traced(
+        self,
+        params: P,
+        grads: P,
+        state: OptimizerState[S],
+        ctx: Context | None = None,
+        *,
+        layout: Layout | None = None,
+    ) -> StepTrace:
+        """Compute a step as :meth:`step` does, and return its intermediate results too.
+
+        Args:
+            params: The parameters, as for :meth:`step`.
+            grads: The gradients, as for :meth:`step`.
+            state: The state, as for :meth:`step`.
+            ctx: The context, as for :meth:`step`.
+            layout: That of these parameters and this state, which nothing is then compared with: compiled code takes no time to find it.
+        """
+        lists = self._lists(params, grads, state) if layout is None else _listed(layout, params, grads, state)
         _warn_of_growing_graphs(lists.leaves, params)
         with without_autocast(lists.leaves[0]) if lists.leaves else nullcontext():
             return self._stepped(lists, state.step + 1, ctx)
@@ -285,10 +302,9 @@ class Optimizer(Generic[S]):
         kind: Any = None
         if not torch.compiler.is_compiling() and of_params == of_grads and not isinstance(self.policy, ByLabel):
             kind = (*of_params, *of_extra, *of_inner, *map(_kind, [*leaves, *given, *extra, *inner]))
-            layout: Layout | None = self.found.get(kind)
-            if layout is not None:
-                wide = [wide_gradient(x, row.wide) for x, row in zip(given, layout.weights, strict=True)]
-                return Lists(layout, leaves, wide, extra, inner)
+            known: Layout | None = self.found.get(kind)
+            if known is not None:
+                return Lists(known, leaves, _widened(given, known), extra, inner)
         formats = self.formats(params)
         layout = Layout.of(params, formats, state.inner, state.extra)
         lists = Lists(layout, leaves, tree.leaves(widened(grads, params, formats)), extra, inner)
@@ -327,6 +343,7 @@ class Optimizer(Generic[S]):
         *,
         totals: Sequence[Tensor] = (),
         holds_wholes: bool = False,
+        layout: Layout | None = None,
     ) -> Pending | None:
         """Run a step up to the first request without a total, and return that; None if all have totals.
 
@@ -339,12 +356,13 @@ class Optimizer(Generic[S]):
             ctx: A context with ``pending=True``.
             totals: The totals of the first requests, in order.
             holds_wholes: See :func:`~everybit.protocol.requests.advance`.
+            layout: See :meth:`step_traced`.
 
         Raises:
             TypeError: The transform requests numbers of each parameter, and does not say so.
         """
         wholes = holds_wholes and self.per_tensor
-        found: Any = advance(self.step_traced(params, grads, state, ctx), totals, holds_wholes=wholes)
+        found: Any = advance(self.step_traced(params, grads, state, ctx, layout=layout), totals, holds_wholes=wholes)
         if not isinstance(found, Pending):
             return None
         if found.request.each and not self.per_tensor:
@@ -534,6 +552,20 @@ def _warn_of_growing_graphs(leaves: Sequence[Tensor], params: object) -> None:
 def _kind(x: Any) -> object:
     """What of a tensor decides on a layout; of something else, that is refused, itself."""
     return (x.dtype, x.shape, x.layout) if isinstance(x, Tensor) else type(x)
+
+
+def _widened(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    return [wide_gradient(x, row.wide) for x, row in zip(grads, layout.weights, strict=True)]
+
+
+def _listed(layout: Layout, params: object, grads: object, state: OptimizerState[Any]) -> Lists:
+    leaves, given, extra, inner = map(tree.leaves, (params, grads, state.extra, state.inner))
+    formats = [row.stored for row in layout.weights if row.stored is not None]
+    if len(given) != len(leaves) or not all(
+        x.shape == leaf.shape and is_gradient(x, one) for x, leaf, one in zip(given, leaves, formats, strict=True)
+    ):
+        widened(grads, params, formats)  # which refuses them by name
+    return Lists(layout, leaves, _widened(given, layout), extra, inner)
 
 
 def _moves(updates: Any, before: Any, layout: Layout) -> list[Tensor]:

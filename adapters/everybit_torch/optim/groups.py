@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from operator import is_
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from everybit_torch.arguments import (
     core_names,
     differ,
     flags_of,
-    is_frozen,
     require_known_options,
     spread,
 )
@@ -185,28 +183,6 @@ def require_alike(groups: Iterable[tuple[Group, Optimizers]]) -> None:
 def is_python_zero(value: object) -> bool:
     """Whether a hyperparameter is the number 0, and no tensor or schedule."""
     return isinstance(value, (int, float)) and value == 0
-
-
-class Followed:
-    """The values of param groups that the groups follow already."""
-
-    def __init__(self) -> None:
-        self._known: list[Any] = []
-
-    def note(self, given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> None:
-        """Remember the values of param groups."""
-        self._known = _values(given, groups)
-
-    def is_current(self, given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> bool:
-        """Whether no value was assigned since, and no value can have changed in place. Tensors may: each step reads them."""
-        now = _values(given, groups)
-        same = len(now) == len(self._known) and all(map(is_, now, self._known))
-        return same and all(map(is_frozen, now[: -len(groups)]))
-
-
-def _values(given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> list[Any]:
-    values = [value for group in given for name, value in group.items() if name not in ("params", "param_names")]
-    return [*values, *(group.arguments for group in groups)]
 
 
 class GroupMaker:

@@ -36,6 +36,8 @@ def follow(parameters: Parameters, param_groups: ParamGroups, arguments: Sequenc
     ]
     future = {group.number: optimizers for group, _, optimizers in changes}
     require_alike([(group, future.get(group.number, group.optimizers)) for group in parameters.groups])
+    if not changes:
+        return
     for group, _, optimizers in changes:
         require_same_decisions(parameters, group, optimizers, param_groups[group.number])
     states = [one for change in changes for one in _renested(parameters, *change)]

@@ -21,11 +21,12 @@ from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
 from everybit_torch.optim import common_numbers, evaluating, hyperparameters, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
-from everybit_torch.optim.groups import Followed, GroupMaker
+from everybit_torch.optim.groups import GroupMaker
 from everybit_torch.optim.interfaces import Release, TorchNames
 from everybit_torch.optim.param_groups import Params
 from everybit_torch.optim.parameters import Parameters
 from everybit_torch.optim.planned import parameters_of
+from everybit_torch.optim.seen import Seen
 from everybit_torch.optim.state_dicts import assigned, full_weights, loading, saving, torch_format
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import Saved, read
@@ -102,7 +103,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.metrics_enabled, self.had_gradients = metrics, False
         self.own = Parameters(States(torch_names=self._slots))
         self._measured: Metrics | None = None
-        self._followed = Followed()
+        self._seen = Seen()
         self.release: Release | None = None  # set by enable_gradient_release
         # All parameters, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside them as they are.
         params = param_groups.as_lists(params)
@@ -245,12 +246,15 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         if is_capturing():
             self._require_capturable()
+        if self._seen.holds(self.own, self.param_groups, self.state):
+            return
         self._settle_state()
         groups = self.own_groups
         self._follow_hyperparameters(groups)
         self._settle_parameters(groups)
         self.own.follow(groups)
         self.own.take_back()
+        self._seen.note(self.own, groups, self.state)
 
     def _require_capturable(self) -> None:
         """Refuse a step that is captured in a CUDA graph, if more had to be done than is to be done again at every replay.
@@ -294,10 +298,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def _follow_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         """Step with the hyperparameters that the param groups have now."""
-        if not self._followed.is_current(groups, self.own.groups):
-            arguments = [self.factory_arguments(values) for values in groups]
-            hyperparameters.follow(self.own, groups, arguments)
-            self._followed.note(groups, self.own.groups)
+        hyperparameters.follow(self.own, groups, [self.factory_arguments(values) for values in groups])
 
     def _settle_state(self) -> None:
         """Take over a mapping assigned to ``self.state``, which is possible until parameters are placed."""

@@ -117,6 +117,7 @@ class Parameters:
         groups: The param groups as they are stepped.
         stepped: The parameters that are stepped here.
         visiting: Those that visit owners.
+        shows: How often state was shown anew.
         axes: The ranks of each mesh.
         sources: The known requests of their transforms.
         ranks: The processes with the other elements of plain tensors, and whether this process contributes its own; None: it has all.
@@ -129,6 +130,7 @@ class Parameters:
         self.groups: list[Group] = []
         self.stepped: list[Stepped] = []
         self.visiting: list[Visiting] = []
+        self.shows = 0
         self.axes: dict[DeviceMesh, GroupAxis] = {}
         self.sources = Sources()
         self.ranks: tuple[eb.Axis, bool] | None = None
@@ -150,6 +152,15 @@ class Parameters:
     def waiting(self) -> list[Tensor]:
         """Return the parameters of all groups that are frozen, and have no state."""
         return [parameter for group in self._settled for parameter, _ in group.waiting]
+
+    def has_lazy(self) -> bool:
+        """Whether some parameters have no shape yet."""
+        return any(group.uninitialized for group in self._settled)
+
+    def counts(self) -> list[Tensor]:
+        """Return a count that is shown for each segment: other code that moves state away moves it, too."""
+        found = (dict.get(self.states[one.of.parameters[0]], STEP) for one in self.stepped)
+        return [count for count in found if count is not None]
 
     def own(self) -> Iterator[Own]:
         """Yield the parameters that are stepped."""
@@ -280,6 +291,7 @@ class Parameters:
 
     def show(self, several: Iterable[Stepped]) -> None:
         """Show the state of parameters in the optimizer's ``state``."""
+        self.shows += 1
         for stepped in several:
             for number, parameter in enumerate(stepped.of.parameters):
                 self.states[parameter].publish(shown(parameter, stepped.of.entries(number)), self.states.torch_names)

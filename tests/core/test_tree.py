@@ -163,15 +163,20 @@ def test_states_are_trees_for_optree_and_for_torch() -> None:
 
 
 def test_slots_are_found_by_name_at_any_depth_and_nothing_else_is_touched() -> None:
-    state, params = averages(), {"w": leaf(0)}
+    state = averages()
     assert [(name, numbers(slot)) for name, slot in tree.slots(state)] == [("average", [1]), ("average", [3])]
     tenfold = tree.map_slots(lambda name, slot: tree.map(lambda x: len(f"{name}...") * x, slot), state)
     assert numbers(tenfold) == [0, 10, 2, 30, 4]
     moved = tree.map_slots(lambda _, slot: slot, state, lambda x: x + 5)
     assert (numbers(moved), moved.size) == ([5, 1, 7, 3, 9], 7)  # a whole number is no tensor
-    assert numbers(tree.map_values(lambda _, values: [-x for x in values], state, params)) == [0, -1, 2, -3, 4]
-    with pytest.raises(ValueError, match=r"^state\.average: structure differs from params: "):
-        tree.map_values(lambda _, values: values, state, {"v": leaf(0)})
+
+
+def test_a_structure_reads_trees_by_key_and_builds_them_in_its_own_order() -> None:
+    structure = tree.Structure.of({"a": leaf(0), "b": [leaf(1), None]})
+    assert numbers(structure.leaves({"b": [leaf(5), None], "a": leaf(4)})) == [4, 5]
+    assert structure.tree([4, 5]) == {"a": 4, "b": [5, None]}
+    with pytest.raises(ValueError, match="key mismatch"):
+        structure.leaves({"a": leaf(0)})
 
 
 def test_a_dataclass_may_become_a_state() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.stepping.entries import entries
+from everybit.stepping.entries import Entry, entries
+from everybit.stepping.layout import Layout
 from everybit_torch import TorchOptimizer
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 from tests.support.transforms import ScaleByFactoredRms, factored
@@ -39,12 +40,15 @@ def test_factors_go_by_their_own_names_and_those_of_their_parts() -> None:
     assert tuple(optimizer.state[model.other]["variance.rows"].shape) == (3, 2)
 
 
+def listed(optimizer: eb.Optimizer[Any], p: Tensor) -> list[tuple[Entry, Tensor]]:
+    state = optimizer.init([p])
+    return entries(Layout.of([p], optimizer.formats([p]), state.inner, state.extra), state)
+
+
 def test_what_a_factor_is_cut_by_is_said() -> None:
     optimizer = eb.with_policy(factored(0.1), KAHAN)
     params = [torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(5, dtype=torch.bfloat16)]
-    rules = [
-        {entry.name: entry.cut for entry, _ in entries(optimizer.init([p]), optimizer.formats([p])[0])} for p in params
-    ]
+    rules = [{entry.name: entry.cut for entry, _ in listed(optimizer, p)} for p in params]
     assert rules[0]["variance.rows"] == rules[0]["variance.columns.residual"] == "tensor"
     assert rules[1]["variance"] == rules[0]["momentum"] == "element"
 

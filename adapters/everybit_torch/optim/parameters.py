@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,22 +49,22 @@ class Stepped:
         decision: The results of its masks and labels for them.
         names: Their names, for messages.
         of: The parameters where they lie, and their segment.
+        steps: The steps of the parameters' policy.
     """
 
     group: Group
     decision: Decision | None
     names: list[str]
     of: Single | Bucket
+    steps: Steps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = self.group.steps[self.dtype]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
         return self.of.parameters[0].dtype
-
-    @property
-    def steps(self) -> Steps:
-        """The steps of the parameters' policy."""
-        return self.group.steps[self.dtype]
 
     @property
     def optimizer(self) -> eb.Optimizer[Any]:

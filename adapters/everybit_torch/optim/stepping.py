@@ -84,7 +84,8 @@ def prepare(parameters: Parameters) -> Prepared:
         found = [(one, gradients(one)) for one in parameters.stepped]
     tasks = [Task(one, cast(list[Tensor], grads)) for one, grads in found if grads[0] is not None]
     for task in tasks:
-        task.due = task.stepped.steps.due(task.stepped.of.segment)
+        if task.stepped.of.segment.optimizer.periods:
+            task.due = task.stepped.steps.due(task.stepped.of.segment)
     visits = [Visit(one, one.gradients()) for one in parameters.visiting]
     if visits and is_capturing():
         raise RuntimeError(
@@ -93,9 +94,10 @@ def prepare(parameters: Parameters) -> Prepared:
         )
     for visit in visits:
         visit.visiting.prepare(visit.grads)
-    common_numbers.require_all(parameters, [task.stepped for task in tasks], visits)
+    if visits:
+        common_numbers.require_all(parameters, [task.stepped for task in tasks], visits)
     prepared = Prepared(parameters, tasks, [one for one in visits if any(grad is not None for grad in one.grads)])
-    reducing = [task for task in tasks if task.stepped.optimizer.reduces]
+    reducing = [task for task in tasks if task.stepped.of.segment.optimizer.reduces]
     sources = [task.stepped.group.source for task in reducing]
     sources += [
         one.group.source for visit in prepared.visits for one in visit.visiting.members if one.optimizer.reduces
@@ -217,7 +219,8 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
             measured = found if measured is None else added(measured, found)
     for one in ready.values():
         one.segment.note_step(one.before)
-    common_numbers.spread(prepared.parameters.stepped, [task.stepped for task in prepared.tasks])
+    if any(task.stepped.of.segment.optimizer.common for task in prepared.tasks):
+        common_numbers.spread(prepared.parameters.stepped, [task.stepped for task in prepared.tasks])
     for visit in prepared.visits:
         device = local(visit.visiting.members[0].parameter).device
         totals = [x.to(device) for x in prepared.totals.get(visit.visiting.source, ())]

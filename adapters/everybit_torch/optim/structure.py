@@ -21,7 +21,8 @@ from torch import Tensor
 import everybit as eb
 from everybit.protocol import fields_of, is_transform
 from everybit.stepping import OptimizerState
-from everybit.stepping.entries import fields as named_fields
+from everybit.stepping.entries import Entry, entries
+from everybit.stepping.layout import Layout
 
 _INDEX = re.compile(r"\[\d+\]")
 
@@ -84,18 +85,25 @@ def renested(state: OptimizerState[Any], optimizer: eb.Optimizer[Any], tensor: T
     Raises:
         ValueError: A slot or a count would begin, end, or be stored in another way.
     """
-    shadow = optimizer.init([torch.empty_like(tensor, device="meta")])
-    had, needs = named_fields(state), named_fields(shadow)
+    shadow = [torch.empty_like(tensor, device="meta")]
+    fresh = optimizer.init(shadow)
+    had, needs = (_entries(optimizer, shadow, one) for one in (state, fresh))
     if [_kind(*one) for one in had] != [_kind(*one) for one in needs]:
         raise ValueError(
-            f"the state is {[name for name, _, _ in had]}, and the new value needs {[name for name, _, _ in needs]}, or stores them in"
-            " another way; accepted are values that keep the same state. Make a new optimizer, and carry over what it keeps with"
+            f"the state is {[entry.name for entry, _ in had]}, and the new value needs {[entry.name for entry, _ in needs]}, or stores"
+            " them in another way; accepted are values that keep the same state. Make a new optimizer, and carry over what it keeps with"
             " full_state_dict() and load_full_state_dict()."
         )
-    return OptimizerState(state.step, state.extra, eb.tree.replace(shadow.inner, eb.tree.leaves(state.inner)))
+    return OptimizerState(state.step, state.extra, eb.tree.replace(fresh.inner, eb.tree.leaves(state.inner)))
 
 
-def _kind(name: str, value: Any, is_slot: bool) -> object:
+def _entries(
+    optimizer: eb.Optimizer[Any], like: list[Tensor], state: OptimizerState[Any]
+) -> list[tuple[Entry, Tensor]]:
+    return entries(Layout.of(like, optimizer.formats(like), state.inner, state.extra), state)
+
+
+def _kind(entry: Entry, value: Tensor) -> object:
     """An entry's name without its position in a chain, and how it is stored."""
-    stem = name.split("#")[0] if is_slot else _INDEX.sub("", name)
-    return stem, is_slot, [(leaf.dtype, leaf.shape) for leaf in eb.tree.leaves(value)]
+    stem = _INDEX.sub("", entry.name) if entry.role == "shared" else re.sub(r"#\d+", "", entry.name)
+    return stem, entry.role, value.dtype, value.shape

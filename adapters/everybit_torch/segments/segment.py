@@ -85,7 +85,9 @@ class Segment:
             return x.new_empty(part.count(tensor.numel()))
 
         none = tensor[:0]
-        made = cls(optimizer, tensor, map_parts(optimizer.init([none]), stored, room, torch.clone), first, is_part)
+        empty = optimizer.init([none])
+        layout = Layout.of([none], [stored], empty.inner, empty.extra, is_checked=False)
+        made = cls(optimizer, tensor, map_parts(layout, empty, room, torch.clone), first, is_part)
         size = max(CHUNK // stored.block, 1) * stored.block
         for start in range(0, tensor.numel(), size):
             part = made.cut(start, min(start + size, tensor.numel()), lambda x: x)
@@ -105,9 +107,10 @@ class Segment:
         Raises:
             ValueError: A block of a format lies on both sides of an edge.
         """
-        state = cut(self.state, self.stored, start, stop, on_shared)
+        state = cut(self.layout, self.state, start, stop, on_shared)
         first = self.first + start if isinstance(self.first, int) else self.first.cut(start, stop)
         part = Segment(self.optimizer, self.tensor[start:stop], state, first, self.is_part)
+        part._layout = part.state, self.layout
         part.count.note(part.state.step, self.count.known(self.state.step))
         return part
 
@@ -125,10 +128,11 @@ class Segment:
         Yields:
             The elements of the piece, and the piece.
         """
-        numel, block = self.tensor.numel(), self.stored.block
+        numel = self.tensor.numel()
         if self.tensor.ndim != 1 or self.is_whole or self.optimizer.per_tensor or numel <= elements:
             yield slice(0, numel), self
             return
+        block = self.stored.block
         size = max(elements // block, 1) * block
         for start in range(0, numel, size):
             stop = min(start + size, numel)
@@ -139,7 +143,7 @@ class Segment:
     def entries(self) -> list[tuple[Entry, Tensor]]:
         """List the tensors of the state with their names and roles. They stay the same tensors, and are found once."""
         if not self._entries:
-            self._entries = entries(self.state, self.stored)
+            self._entries = entries(self.layout, self.state)
         return self._entries
 
     def shared(self) -> list[Tensor]:
@@ -152,7 +156,8 @@ class Segment:
     def layout(self) -> Layout:
         """How the tensor and its state are stored."""
         if self._layout is None or self._layout[0] is not self.state:
-            self._layout = self.state, Layout.of([self.tensor], [self.stored], self.state.inner, self.state.extra)
+            state = self.state
+            self._layout = state, Layout.of([self.tensor], [self.stored], state.inner, state.extra, is_checked=False)
         return self._layout[1]
 
     def due(self) -> Due:
@@ -214,8 +219,10 @@ def step_in_place(
 ) -> Metrics | None:
     """Take the pure step, and write its results over its arguments. Compiled, the writes become in-place stores."""
     ctx = eb.Context(first_element=first, due=due, pending=len(totals) > 0)
-    found = advance(optimizer.step_traced(tensors, grads, state, ctx, layout=layout), totals, holds_wholes=holds_wholes)
-    trace: StepTrace = require_done(found, optimizer.transform)
+    found: Any = optimizer.step_traced(tensors, grads, state, ctx, layout=layout)
+    if not isinstance(found, StepTrace):
+        found = require_done(advance(found, totals, holds_wholes=holds_wholes), optimizer.transform)
+    trace: StepTrace = found
     measured = measure(optimizer, trace, ctx) if metrics else None
     write((tensors, state), (trace.params, trace.state))
     return measured

@@ -197,7 +197,7 @@ class Bucket:
             on_shared: Makes the counts and other shared state of the segment; by default they are those of all parameters.
         """
         parameter, where, whole = self.parameters[number], self._ranges[number], self.segment
-        state = cut(whole.state, whole.stored, where.start, where.stop, on_shared)
+        state = cut(whole.layout, whole.state, where.start, where.stop, on_shared)
         return Segment(whole.optimizer, local(parameter).detach().reshape(-1), state, self._firsts[number])
 
     def weights(self) -> Tensor:

@@ -263,7 +263,7 @@ class Steps:
             and not segment.is_whole
             and all(x.is_contiguous() for x in (tensor, *eb.tree.leaves(state)))
         ):
-            state = map_parts(state, segment.stored, lambda x, _: _vector(x), lambda x: x)
+            state = map_parts(segment.layout, state, lambda x, _: _vector(x), lambda x: x)
             tensor, grad = _vector(tensor), _vector(grad.contiguous())
         return Inputs(
             [tensor], [grad], state, segment.first_tensor, list(totals), self._policy, decision, due,

@@ -18,6 +18,7 @@ from torch import Tensor
 from everybit.base import rounding
 from everybit.base.barriers import cos, log, materialize, sqrt
 from everybit.base.blocks import Blocks, FirstElement, Scattered
+from everybit.base.dtypes import LowDType
 
 
 class Lane(NamedTuple):
@@ -106,6 +107,10 @@ class Key:
             return word
         upper = word >> 16
         return upper if number == 1 else upper.mul_(_THIRD_OF_UPPER).add_(word, alpha=_THIRD_OF_LOWER)
+
+    def dither(self, dtype: LowDType, like: Tensor) -> Tensor:
+        """Return random bits to round to ``dtype`` with: 16 for bfloat16, which drops 16; 32 for float16 and its finer subnormals."""
+        return self.bits16(like) if dtype == "bfloat16" else self.bits(like)
 
     def _draw(self, like: Tensor, stream: int) -> Tensor:
         word, inner = self._words(stream)

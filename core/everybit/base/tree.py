@@ -263,28 +263,6 @@ def slots(state: object) -> list[tuple[str, Any]]:
     return found
 
 
-def map_values(function: Callable[[str, list[Any]], Iterable[Any]], state: T, params: object) -> T:
-    """Rebuild a state, passing what each slot has for the leaves of ``params`` through ``function(name, values)``.
-
-    Args:
-        function: Returns as many values.
-        state: The state of an optimizer or a transform.
-        params: The parameters that it is of, or a tree of the same structure.
-
-    Raises:
-        ValueError: A slot does not have the structure of ``params``.
-    """
-
-    def mapped(name: str, slot: Any) -> Any:
-        try:
-            values = flatten_up_to(params, slot)
-        except ValueError as error:
-            raise ValueError(f"state.{name}: structure differs from params: {error}") from None
-        return replace(params, function(name, values))
-
-    return map_slots(mapped, state)
-
-
 def map_slots(function: Callable[[str, Any], Any], state: T, others: OnTensor | None = None) -> T:
     """Rebuild a state, passing each slot through ``function(name, slot)``, and other tensors through ``others``; None: they stay."""
     rebuilt: Any

@@ -29,7 +29,6 @@ from everybit.formats.protocol import (
     Rounding,
     SlotKind,
     StateFormat,
-    dither,
     low,
     unnamed,
 )
@@ -112,7 +111,7 @@ class Kahan(StateFormat, ParamFormat):
     def _rounded(self, residual: Tensor, dtype: LowDType, key: Key) -> Tensor:
         """A finite residual in the precision that it is stored in, still float32."""
         if self.rounding == "stochastic":
-            return rounding.stochastic(residual, dtype, dither(dtype, residual, key), finite=True)
+            return rounding.stochastic(residual, dtype, key.dither(dtype, residual), finite=True)
         return rounding.nearest(residual, dtype, finite=True)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:

@@ -27,7 +27,6 @@ from everybit.formats.protocol import (
     PartSpec,
     SlotKind,
     StateFormat,
-    dither,
     low,
     unnamed,
 )
@@ -73,7 +72,7 @@ class Nearest(StateFormat, ParamFormat):
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Widen the stored value, which is exact."""
-        return rounding.widen(parts[0]).to(torch_dtype(compute))
+        return parts[0].to(torch_dtype(compute))
 
     def resolution(self, compute: ComputeDType) -> float:
         """Half a unit in the last place of the stored dtype, if it is coarser than the compute dtype."""
@@ -129,11 +128,11 @@ class Stochastic(StateFormat, ParamFormat):
         """Round the value once, up or down at random."""
         dtype = low(self.dtype or unnamed(self), "Stochastic")
         exact = x.detach()
-        return (straight_through(rounding.to_stochastic(exact, dtype, dither(dtype, exact, key)), x),)
+        return (straight_through(rounding.to_stochastic(exact, dtype, key.dither(dtype, exact)), x),)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Widen the stored value, which is exact."""
-        return rounding.widen(parts[0]).to(torch_dtype(compute))
+        return parts[0].to(torch_dtype(compute))
 
     def resolution(self, compute: ComputeDType) -> float:
         """Return 0: stochastic rounding is unbiased."""

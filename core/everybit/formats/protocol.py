@@ -182,11 +182,6 @@ SPLITS_FLOAT32 = (
 """The objection of formats that are made for float32."""
 
 
-def dither(dtype: LowDType, like: Tensor, key: Key) -> Tensor:
-    """Return random bits to round to ``dtype`` with: 16 for bfloat16, which drops 16; 32 for float16 and its finer subnormals."""
-    return key.bits16(like) if dtype == "bfloat16" else key.bits(like)
-
-
 def low(dtype: FloatDType, who: str) -> LowDType:
     """Return a dtype of 16 bits.
 

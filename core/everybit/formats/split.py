@@ -96,9 +96,9 @@ class Split(StateFormat, ParamFormat):
             return self._cut_float16(x, key)
         kept = self._drop(x.view(torch.int32), 16 - self.bits, key)
         # The upper half, half-way cases away from zero: then the difference always fits, and is the lower half, read as a signed number.
-        remainder = kept if self.bits == 16 else kept >> 8
+        remainder = self._as_integer(kept if self.bits == 16 else kept >> 8)
         # Infinity leaves no remainder. That of NaN is arbitrary, and does not turn the quiet NaN into a number.
-        return rounding.upper_half(rounding.with_nan_of(x, kept + 0x8000)), self._as_integer(remainder)
+        return rounding.upper_half(rounding.with_nan_of(x, kept + 0x8000)), remainder
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Put the bits together; where that gives NaN and the value is not, the remainder belongs to another value."""

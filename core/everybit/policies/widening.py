@@ -53,6 +53,18 @@ def is_gradient(grad: Tensor, one: Resolved) -> bool:
     return grad.layout is torch.strided and grad.dtype in _ACCEPTED[one.policy.compute]
 
 
+def wide_gradients(
+    grads: Sequence[Tensor], leaves: Sequence[Tensor], formats: Sequence[Resolved]
+) -> list[Tensor] | None:
+    """The gradients in the compute dtypes; None if one of them is no gradient of its parameter."""
+    wide = []
+    for grad, leaf, one in zip(grads, leaves, formats, strict=True):
+        if grad.shape != leaf.shape or not is_gradient(grad, one):
+            return None
+        wide.append(wide_gradient(grad, one.wide))
+    return wide
+
+
 def wide_gradient(grad: Tensor, wide: torch.dtype) -> Tensor:
     """``grad`` in the compute dtype, with the rounding that its own dtype stands for.
 

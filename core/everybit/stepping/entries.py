@@ -11,20 +11,31 @@ called ``param``, ``step`` or ``inner`` is numbered, as a second slot of one nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor
 
 from everybit.base import tree
 from everybit.formats import PartSpec
-from everybit.formats.protocol import parts_of
-from everybit.policies import Resolved
+from everybit.stepping.layout import INNER, STEP, WEIGHTS, Layout, Row
 from everybit.stepping.optimizer import OptimizerState
 
-STEP, WEIGHTS, INNER = "step", "param", "inner"
-"""Names of entries that are no slots: the optimizer's count, what the model does not hold of the weights, a transform's counts."""
+__all__ = [
+    "INNER",
+    "STEP",
+    "VERSION",
+    "VERSION_KEY",
+    "WEIGHTS",
+    "Cut",
+    "Entry",
+    "Role",
+    "cut",
+    "entries",
+    "field_of",
+    "map_parts",
+]
 
 VERSION = 2
 """Of the names: state dicts say under :data:`VERSION_KEY` by which they are written."""
@@ -85,89 +96,34 @@ class Entry:
             raise ValueError(f"{self.name}: {error}") from None
 
 
-class Field(NamedTuple):
-    """A field of a state: a slot with something for each parameter, or a number that they share.
-
-    Attributes:
-        name: Unique.
-        value: A tree of tensors, or of tuples of parts; or a tensor.
-        is_slot: Whether there is something for each parameter.
-    """
-
-    name: str
-    value: Any
-    is_slot: bool
-
-
-def fields(state: OptimizerState[Any]) -> list[Field]:
-    """Everything in a state, by names that are unique.
-
-    Slots go by their own names, ``param`` by that of the parts of parameters that the model does not hold; counters by their path. A slot
-    name is taken, by a slot before it or by another entry, is numbered: ``momentum#2``, ``param#2``. Whether ``param`` is taken
-    does not depend on whether this policy has such parts, so that a slot's name is the same under every policy.
-    """
-    found = [Field(STEP, state.step, is_slot=False)]
-    if tree.leaves(state.extra):
-        found.append(Field(WEIGHTS, state.extra, is_slot=True))
-    name_of = _Names()
-    slots = [Field(name_of(name), subtree, is_slot=True) for name, subtree in tree.slots(state.inner)]
-    found += [slot for slot in slots if tree.leaves(slot.value)]
-    counters = tree.map_slots(lambda *_: None, state.inner)
-    paths = [f"{INNER}{path}" for path in tree.paths(counters)]
-    return found + [Field(path, leaf, is_slot=False) for path, leaf in zip(paths, tree.leaves(counters), strict=True)]
-
-
-class _Names:
-    """Numbers slots of a name that is taken."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, int] = dict.fromkeys((STEP, WEIGHTS, INNER), 1)
-
-    def __call__(self, name: str) -> str:
-        count = self._seen[name] = self._seen.get(name, 0) + 1
-        return name if count == 1 else f"{name}#{count}"
-
-
-def _specs(field: str, stored: Resolved) -> tuple[PartSpec, ...]:
-    """The parts of a field of a tensor's state."""
-    return parts_of(stored.params)[1:] if field == WEIGHTS else parts_of(stored.slot(field.split("#")[0]))
-
-
-def entries(state: OptimizerState[Any], stored: Resolved | None) -> list[tuple[Entry, Tensor]]:
-    """List the entries of a state, in order.
+def entries(layout: Layout, state: OptimizerState[Any], *, decoded: bool = False) -> list[tuple[Entry, Tensor]]:
+    """List the entries of a state, in order: the count, parts of weights, slots, and numbers that parameters share.
 
     Args:
+        layout: That of the state.
         state: The state of a list of one tensor.
-        stored: How the tensor and its state are stored; None: in the compute dtype, as :meth:`~everybit.Optimizer.decode` gives it.
+        decoded: Whether it is as :meth:`~everybit.Optimizer.decode` gives it, in the compute dtype.
     """
-    found: list[tuple[Entry, Tensor]] = []
-    for name, value, is_slot in fields(state):
-        if is_slot:
-            found += _of_value(name, value[0], None if stored is None else _specs(name, stored))
+    extra, inner = tree.leaves(state.extra), tree.leaves(state.inner)
+    found, shared = [(Entry(STEP, "shared", None, "copy"), state.step)], []
+    for row in layout.weights if not decoded else ():
+        found += _of_row(row, "weights", zip(row.parts[1:], extra[row.where], strict=True))
+    for number, row in enumerate(layout.state):
+        x = inner[number if decoded else row.where.start]
+        if row.stored is None:
+            shared.append((Entry(row.name, "shared", None, "copy"), x))
+        elif decoded:
+            found.append((Entry(row.name, "slot", None, "element" if row.factor is None else "tensor"), x))
         else:
-            found.append((Entry(name, "shared", None, "copy"), value))
-    return found
+            found += _of_row(row, "slot", zip(row.parts, inner[row.where], strict=True))
+    return found + shared
 
 
-def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iterator[tuple[Entry, Tensor]]:
-    role: Role = "weights" if name == WEIGHTS else "slot"
-    if value is None:
-        return
-    if isinstance(value, dict):
-        for factor, stored in value.items():
-            for entry, x in _of_value(f"{name}.{factor}", stored, parts):
-                yield replace(entry, cut="tensor"), x
-        return
-    if parts is None:
-        yield Entry(name, role, None, "element"), value
-        return
-    tensors = value if isinstance(value, tuple) else (value,)
-    for number, (part, x) in enumerate(zip(parts, tensors, strict=True)):
-        if x is None:
-            continue
-        first = number == 0 and name != WEIGHTS
-        own_name = name if first else f"{name}.{part.name}"
-        yield Entry(own_name, role, part, "element" if part.block == 1 else part.block, first), x
+def _of_row(row: Row, role: Role, parts: Iterable[tuple[PartSpec, Tensor]]) -> Iterator[tuple[Entry, Tensor]]:
+    for number, (part, x) in enumerate(parts):
+        leads = number == 0 and role == "slot"
+        cut: Cut = "tensor" if row.factor is not None else "element" if part.block == 1 else part.block
+        yield Entry(row.name if leads else f"{row.name}.{part.name}", role, part, cut, leads), x
 
 
 def field_of(name: str) -> str:
@@ -179,46 +135,31 @@ OnPart = Callable[[Tensor, PartSpec], Tensor]
 
 
 def map_parts(
-    state: OptimizerState[Any], stored: Resolved, on_part: OnPart, on_shared: Callable[[Tensor], Tensor]
+    layout: Layout, state: OptimizerState[Any], on_part: OnPart, on_shared: Callable[[Tensor], Tensor]
 ) -> OptimizerState[Any]:
     """A state with every tensor replaced.
 
     Args:
-        state: The state of a list of one tensor.
-        stored: How the tensor and its state are stored.
+        layout: That of the state.
+        state: The state as it is stored.
         on_part: A function of a part, and the facts about it, to a tensor.
         on_shared: A function of a count, or another tensor that is no element's, to a tensor.
     """
-    name_of = _Names()
-
-    def mapped(name: str, values: list[Any]) -> list[Any]:
-        return [_mapped_value(value, _specs(name, stored), on_part) for value in values]
-
-    inner = tree.map_slots(lambda name, values: mapped(name_of(name), values), state.inner, on_shared)
-    return OptimizerState(on_shared(state.step), mapped(WEIGHTS, state.extra), inner)
-
-
-def _mapped_value(value: Any, parts: tuple[PartSpec, ...], on_part: OnPart) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        # The parts of a factor do not follow the parameter's elements, but for their number.
-        return {factor: _mapped_value(stored, parts, on_part) for factor, stored in value.items()}
-    if isinstance(value, tuple):
-        return tuple(None if x is None else on_part(x, part) for x, part in zip(value, parts, strict=True))
-    return on_part(value, parts[0])
+    extra, inner = tree.leaves(state.extra), tree.leaves(state.inner)
+    others = [x for row in layout.weights for x in map(on_part, extra[row.where], row.parts[1:])]
+    slots: list[Tensor] = []
+    for row in layout.state:
+        own = inner[row.where]
+        slots += map(on_shared, own) if row.stored is None else map(on_part, own, row.parts)
+    return OptimizerState(on_shared(state.step), layout.extra.tree(others), layout.packed.tree(slots))
 
 
 def cut(
-    state: OptimizerState[Any], stored: Resolved, start: int, stop: int, on_shared: Callable[[Tensor], Tensor]
+    layout: Layout, state: OptimizerState[Any], start: int, stop: int, on_shared: Callable[[Tensor], Tensor]
 ) -> OptimizerState[Any]:
     """Return the state of the elements ``start`` to ``stop`` of a vector, as views; ``on_shared`` makes uncut entries.
 
     Raises:
         ValueError: A part has one number for elements on both sides of ``start``.
     """
-
-    def part(x: Tensor, spec: PartSpec) -> Tensor:
-        return x[slice(*spec.range(start, stop))]
-
-    return map_parts(state, stored, part, on_shared)
+    return map_parts(layout, state, lambda x, part: x[slice(*part.range(start, stop))], on_shared)

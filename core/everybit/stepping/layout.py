@@ -52,12 +52,6 @@ class Row:
     factor: str | None = None
 
     @property
-    def wide(self) -> torch.dtype:
-        """The compute dtype."""
-        assert self.stored is not None
-        return self.stored.wide
-
-    @property
     def parts(self) -> tuple[PartSpec, ...]:
         """The parts that the format makes of it."""
         return () if self.format is None else parts_of(self.format)
@@ -105,6 +99,7 @@ class Layout:
     """How the tensors of a step are stored.
 
     Attributes:
+        formats: How each parameter and its state are stored.
         params: The structure of the parameters.
         extra: The structure of the parts that the model does not hold.
         packed: The structure of the transform's state as it is stored.
@@ -113,6 +108,7 @@ class Layout:
         state: The row of each value of the transform's state.
     """
 
+    formats: tuple[Resolved, ...]
     params: tree.Structure
     extra: tree.Structure
     packed: tree.Structure
@@ -121,7 +117,9 @@ class Layout:
     state: tuple[Row, ...]
 
     @staticmethod
-    def of(params: object, formats: Sequence[Resolved], inner: object, extra: object = None) -> Layout:
+    def of(
+        params: object, formats: Sequence[Resolved], inner: object, extra: object = None, *, is_checked: bool = True
+    ) -> Layout:
         """Find the layout of a state.
 
         Args:
@@ -129,13 +127,14 @@ class Layout:
             formats: How each is stored.
             inner: The transform's state.
             extra: The parts of the parameters that the model does not hold: the state is as it is stored. None: it is in the compute dtype.
+            is_checked: Whether tensors are compared with their formats; not of a state that was made for these parameters.
 
         Raises:
             TypeError: A factor that is no tensor.
             ValueError: A slot with another structure than the parameters', or stored parts that do not belong to the parameters under their
                 formats. Messages name the path.
         """
-        finder = _Finder(params, formats, is_stored=extra is not None)
+        finder = _Finder(params, formats, is_stored=extra is not None, is_checked=is_checked)
         weights = finder.weights(extra)
         found = tree.map_slots(finder.slot, inner, lambda _: Row("", 0, slice(0)))
         rows, _ = tree.flatten(found)
@@ -147,6 +146,7 @@ class Layout:
             start, end = end, end + (1 if row.stored is None else len(row.parts))
             state.append(replace(row, name=name, where=slice(start, end)))
         return Layout(
+            tuple(formats),
             tree.Structure.of(params),
             tree.Structure.of(tree.replace(params, [(0,) * (len(row.parts) - 1) for row in weights])),
             tree.Structure.of(tree.map(lambda row: 0 if len(row.parts) < 2 else (0,) * len(row.parts), found)),
@@ -184,8 +184,9 @@ class Layout:
 
     def bits(self, leaves: Sequence[Tensor], seed: int | Tensor, step: Tensor, first: FirstElement) -> Bits:
         """The random bits of a step."""
-        models = [row.stored.model for row in self.weights if row.stored is not None]
-        return Bits(seed, step, first, Numbering.through(leaves, first, models), [[] for _ in leaves])
+        drawn: list[list[Tensor]] = [[] for _ in leaves]
+        models = [one.model for one in self.formats]
+        return Bits(seed, step, first, Numbering.through(leaves, first, models), drawn)
 
     def _encoded(self, row: Row, x: Tensor, shape: torch.Size, bits: Bits) -> Parts:
         assert row.stored is not None
@@ -217,8 +218,9 @@ class Layout:
 class _Finder:
     """Finds the rows of parameters and of slots."""
 
-    def __init__(self, params: object, formats: Sequence[Resolved], *, is_stored: bool) -> None:
-        self._params, self._formats, self._is_stored = params, formats, is_stored
+    def __init__(self, params: object, formats: Sequence[Resolved], *, is_stored: bool, is_checked: bool) -> None:
+        self._params, self._formats = params, formats
+        self._is_stored, self._is_open = is_checked and is_stored, is_checked and not is_stored
         self._leaves = tree.leaves(params)
         self._slots: dict[str, int] = dict.fromkeys((STEP, WEIGHTS, INNER), 1)
         self._counts: dict[str, list[int]] = {}
@@ -273,7 +275,7 @@ class _Finder:
             if self._is_stored:
                 parts = x if isinstance(x, tuple) else (x,)
                 _require_parts(parts, format, parts[0], where)
-            else:
+            if self._is_open:
                 _require_factor(factor, x, format, lambda: _in_slot(name, self._path(index)))
             rows[factor] = self._row(f"{entry}.{factor}", index, format, name, f"{name}.{factor}", factor=factor)
         return rows

@@ -30,10 +30,9 @@ from everybit.policies import (
     PolicyOrName,
     Resolved,
     draws_bits,
-    is_gradient,
     policies_of,
     resolve_tree,
-    wide_gradient,
+    wide_gradients,
     widened,
     widened_param,
     with_name_resolved,
@@ -304,7 +303,9 @@ class Optimizer(Generic[S]):
             kind = (*of_params, *of_extra, *of_inner, *map(_kind, [*leaves, *given, *extra, *inner]))
             known: Layout | None = self.found.get(kind)
             if known is not None:
-                return Lists(known, leaves, _widened(given, known), extra, inner)
+                wide = wide_gradients(given, leaves, known.formats)
+                if wide is not None:
+                    return Lists(known, leaves, wide, extra, inner)
         formats = self.formats(params)
         layout = Layout.of(params, formats, state.inner, state.extra)
         lists = Lists(layout, leaves, tree.leaves(widened(grads, params, formats)), extra, inner)
@@ -321,7 +322,7 @@ class Optimizer(Generic[S]):
             layout.params.tree(lists.grads),
             layout.open.tree(stored),
         )
-        bits = layout.bits(lists.leaves, self.seed, step, _first(ctx))
+        bits = layout.bits(lists.leaves, self.seed, step, 0 if ctx is None else ctx.first_element)
         unwritten = Unwritten({"grads": lists.grads, "state": stored, "params": weights})
 
         def applied(updates: Any, inner: S) -> StepTrace:
@@ -554,18 +555,12 @@ def _kind(x: Any) -> object:
     return (x.dtype, x.shape, x.layout) if isinstance(x, Tensor) else type(x)
 
 
-def _widened(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    return [wide_gradient(x, row.wide) for x, row in zip(grads, layout.weights, strict=True)]
-
-
 def _listed(layout: Layout, params: object, grads: object, state: OptimizerState[Any]) -> Lists:
     leaves, given, extra, inner = map(tree.leaves, (params, grads, state.extra, state.inner))
-    formats = [row.stored for row in layout.weights if row.stored is not None]
-    if len(given) != len(leaves) or not all(
-        x.shape == leaf.shape and is_gradient(x, one) for x, leaf, one in zip(given, leaves, formats, strict=True)
-    ):
-        widened(grads, params, formats)  # which refuses them by name
-    return Lists(layout, leaves, _widened(given, layout), extra, inner)
+    wide = wide_gradients(given, leaves, layout.formats)
+    if wide is None:
+        wide = tree.leaves(widened(grads, params, layout.formats))  # which refuses it by name
+    return Lists(layout, leaves, wide, extra, inner)
 
 
 def _moves(updates: Any, before: Any, layout: Layout) -> list[Tensor]:

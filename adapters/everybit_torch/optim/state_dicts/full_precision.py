@@ -77,9 +77,11 @@ def decoded_all(parameters: Parameters) -> dict[int, dict[str, Tensor]]:
     """Return, by id, each parameter's state and weights in the compute dtype, in its shape."""
     found: dict[int, dict[str, Tensor]] = {}
     for own in parameters.own():
-        weights, state = _decode(own.segment())
+        segment = own.segment()
+        weights, state = _decode(segment)
         in_shape = like(own.parameter, weights.reshape(local(own.parameter).shape))
-        found[id(own.parameter)] = shown(own.parameter, entries(state, None)) | {WEIGHTS: in_shape}
+        values = entries(segment.layout, state, decoded=True)
+        found[id(own.parameter)] = shown(own.parameter, values) | {WEIGHTS: in_shape}
     for visiting in parameters.visiting:
         found |= {id(member.parameter): x for member, x in visiting.hand_out(_decoded, weights=True)}
     return found
@@ -188,7 +190,7 @@ def _weights(segment: Segment) -> dict[str, Tensor]:
 
 def _decoded(segment: Segment) -> dict[str, Tensor]:
     weights, state = _decode(segment)
-    return {entry.name: value for entry, value in entries(state, None)} | {WEIGHTS: weights}
+    return {entry.name: value for entry, value in entries(segment.layout, state, decoded=True)} | {WEIGHTS: weights}
 
 
 def _load(segment: Segment, given: Mapping[str, Tensor] | None) -> None:
@@ -209,7 +211,7 @@ def fill(state: Iterable[tuple[Entry, Tensor]], given: Mapping[str, Tensor]) -> 
 def _encode(segment: Segment, given: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, RoundingLoss]]:
     """Store full-precision state; return stored weights, if weights were given, and what rounding lost."""
     weights, state = _decode(segment)
-    into = {entry.name: value for entry, value in entries(state, None)} | {WEIGHTS: weights}
+    into = {entry.name: value for entry, value in entries(segment.layout, state, decoded=True)} | {WEIGHTS: weights}
     for name, value in given.items():
         into[name].copy_(local(value).reshape(into[name].shape))
     ctx = eb.Context(first_element=segment.first)

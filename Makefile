@@ -20,7 +20,7 @@ PROGRAMS := torchtitan==0.3.0 axolotl==0.19.0 lerobot==0.4.4 litgpt==0.5.13 ms-s
   antlr4-python3-runtime==4.9.3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick exhaustive lint types conformance gpu-codegen matrix gpu concepts docs package licenses locked lock clean
+.PHONY: help demo test quick mutants exhaustive lint types conformance gpu-codegen matrix gpu concepts docs package licenses locked lock clean
 
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ test: $(STAMP)  ## run the tests
 
 quick: $(STAMP)  ## run the first case of each test of a room (ROOM=core, torch, segments, flat, fsdp2, ...): about a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/$(ROOM)
+
+mutants: $(STAMP)  ## break a line of the library sixty times, and see that its tests fail: a quarter of an hour (MUTANTS="kahan visits" for some)
+	$(BIN)/python -m tests.support.broken $(MUTANTS)
 
 exhaustive: $(STAMP)  ## run all tests, with every case of the laws that `make test` samples
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'exhaustive or not exhaustive'

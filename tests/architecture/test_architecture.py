@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.broken import FAULTS
 from tests.support.modules import module_at
 
 ROOT = Path(__file__).parents[2]
@@ -112,3 +113,9 @@ def resolved(name: str) -> Any:
             if found is not None:
                 return found
     return None
+
+
+def test_every_seeded_fault_is_a_line_of_the_library_and_has_tests() -> None:
+    """``make mutants`` runs them; a line that has changed needs its fault changed."""
+    assert len({fault.broken() for fault in FAULTS}) == len(FAULTS) >= 60
+    assert all((ROOT / "tests" / fault.law.partition("::")[0]).exists() for fault in FAULTS)

@@ -59,6 +59,10 @@ def wired(name: str, dtype: torch.dtype) -> tuple[int, int]:
     return communicator.sent["all_to_all"] - before, communicator.sent["all_reduce"]
 
 
+def test_the_costliest_matrices_find_their_owners_first() -> None:
+    assert visits.shared_out([1, 1, 1, 1, 4], 2) == [1, 1, 1, 1, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", WIRED)
 def test_what_travels_is_counted(name: str, dtype: torch.dtype) -> None:

@@ -221,6 +221,17 @@ def test_fsdp2_with_an_exact_low_precision_wire() -> None:
     assert 0.75 * 2 * numel <= ranks[0][2] < 0.75 * 2 * (numel + 200)  # FSDP2 pads rows
 
 
+def averaged() -> list[float]:
+    out, given, group = torch.zeros(2), torch.arange(4.0) * (1 + dist.get_rank()), dist.group.WORLD
+    assert group is not None
+    ExactReduceScatter("bfloat16")(out, given, group, dist.ReduceOp.AVG)
+    return out.tolist()
+
+
+def test_an_exact_wire_divides_where_fsdp2_asks_for_the_mean() -> None:
+    assert run(2, averaged) == [[0.0, 1.5], [3.0, 4.5]]
+
+
 def refused() -> list[str]:
     messages = []
     exact = ExactReduceScatter("bfloat16")

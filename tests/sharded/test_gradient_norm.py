@@ -70,15 +70,36 @@ def handed_out(strategy: Strategy, change: str) -> tuple[float, float]:
             view *= 2
     elif change == "clipped":
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    elif change.startswith("limit"):
+        assert float(stepper.clip_grad_norm_(float(change.split()[1]))) == pytest.approx(
+            1.5 * (70001 * 3) ** 0.5, rel=2.0**-20
+        )
+    elif change == "assigned":
+        for parameter in parameters:
+            parameter.grad = parameter.grad * 2 if parameter.grad is not None else None
     report = stepper.step(loss_scale=0.5 if change == "loss scale" else 1.0)
     return float(report.grad_norm), 1.5 * (70001 * 3) ** 0.5
 
 
-@pytest.mark.parametrize("change", ["nothing", "in place", "past autograd", "numpy", "kept", "clipped", "loss scale"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "nothing",
+        "in place",
+        "past autograd",
+        "numpy",
+        "kept",
+        "clipped",
+        "loss scale",
+        "limit 1",
+        "limit 1e4",
+        "assigned",
+    ],
+)
 def test_the_norm_is_that_of_the_gradients_as_they_are_stepped(change: str) -> None:
     """Whoever has had them in hand may have written to them, which not even autograd has to know of."""
     for strategy in FLAT:
         for norm, whole in run(2, handed_out, strategy, change):
-            expected = {"nothing": whole, "clipped": 1.0}.get(change, 2 * whole)
+            expected = {"nothing": whole, "limit 1e4": whole, "clipped": 1.0, "limit 1": 1.0}.get(change, 2 * whole)
             # float32 gradients are rounded once when they are scaled.
             assert norm == pytest.approx(expected, rel=2.0**-20), strategy

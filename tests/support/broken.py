@@ -95,7 +95,7 @@ FAULTS: tuple[Fault, ...] = (
         ("totals.py", 'torch.maximum(value, added)', "value + added", "torch/test_totals.py"),
         ("totals.py", "own = grad if counts else grad[:0]\n        return", "own = grad\n        return", "sharded/test_placements.py"),
         ("short.py", "self._starts.append(-(-end // block) * block)", "self._starts.append(end)", "torch/test_blocks_of_elements.py"),
-        ("run.py", "if self._gradient_places.hold(grads):", "if True:", "sharded/test_stepper_contract.py"),
+        ("run.py", "if self._gradient_places.hold(grads):", "if True:", "sharded/test_gradient_norm.py"),
         ("steps.py", "if self._steps.follow(arguments):\n            self._kept.clear()", "self._steps.follow(arguments)", "torch/test_kernel_calls.py"),
     ),
     *_of(
@@ -110,9 +110,9 @@ FAULTS: tuple[Fault, ...] = (
         ("buffers.py", "sums[gap].zero_()", "pass", "sharded/test_random_programs.py"),
         ("buffers.py", 'mode: Mode = "add" if number in self._arrived else "copy"', 'mode: Mode = "copy"', "sharded/test_random_programs.py"),
         ("layout.py", "offset = min(self.offset + start - self.start, self.offset + self.numel)", "offset = 0", "flat/test_layout.py"),
-        ("cycle.py", "scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)", "scale = max_norm / (norm + 1e-6)", "fsdp2/test_contract.py"),
+        ("cycle.py", "scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)", "scale = max_norm / (norm + 1e-6)", "sharded/test_gradient_norm.py"),
         ("cycle.py", 'self.completeness.mark_incomplete("a step ended in an error after weights had been changed")', "pass", "sharded/test_recovery.py"),
-        ("shard_gradient.py", "if _of(gradients).nonfinite:", "if False:", "flat/test_contract.py"),
+        ("shard_gradient.py", "if _of(gradients).nonfinite:", "if False:", "sharded/test_everyday.py"),
     ),
     *_of(
         "adapters/everybit_torch/fsdp2",

@@ -12,7 +12,7 @@ from everybit_torch.optim import TorchOptimizer
 
 
 @runtime_checkable
-class Labelled(Protocol):
+class HasLabels(Protocol):
     """The labels of a :class:`everybit_torch.FlatStepper`: the transform, policy and parameters of each."""
 
     @property
@@ -40,7 +40,7 @@ class Routed(NamedTuple):
     stepped: tuple[int, ...]
 
 
-def routing(optimizer: TorchOptimizer | Labelled) -> str:
+def routing(optimizer: TorchOptimizer | HasLabels) -> str:
     """Return a table of which transform steps which parameter, and as which matrices, to be printed before training.
 
     It lists a stepper's trained parameters by the labels of transform and policy.
@@ -67,7 +67,7 @@ def routing(optimizer: TorchOptimizer | Labelled) -> str:
     """
     if isinstance(optimizer, TorchOptimizer):
         return _of_groups(optimizer)
-    if isinstance(optimizer, Labelled):
+    if isinstance(optimizer, HasLabels):
         return _of_stepper(optimizer)
     raise TypeError(
         f"routing: got {type(optimizer).__name__}; accepted are a TorchOptimizer and a FlatStepper. (everybit.routing takes a transform and"
@@ -88,7 +88,7 @@ def _of_groups(optimizer: TorchOptimizer) -> str:
     return "\n".join(lines)
 
 
-def _of_stepper(stepper: Labelled) -> str:
+def _of_stepper(stepper: HasLabels) -> str:
     lines = []
     for label, one in stepper.labelled.items():
         own = {name: routed for name, routed in stepper.routed.items() if routed.label == label}

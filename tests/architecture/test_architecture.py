@@ -119,3 +119,25 @@ def test_every_seeded_fault_is_a_line_of_the_library_and_has_tests() -> None:
     """``make mutants`` runs them; a line that has changed needs its fault changed."""
     assert len({fault.broken() for fault in FAULTS}) == len(FAULTS) >= 60
     assert all((ROOT / "tests" / fault.law.partition("::")[0]).exists() for fault in FAULTS)
+
+
+def test_a_type_name_stands_for_one_thing_in_both_packages() -> None:
+    """But for the gate of two programs, which is one class for each of them."""
+    found: dict[str, set[str]] = {}
+    for path in [*CORE.rglob("*.py"), *(ROOT / "adapters/everybit_torch").rglob("*.py")]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else []
+            )
+            names = [one.id for one in targets if isinstance(one, ast.Name) and re.match("_?[A-Z]+[a-z]", one.id)]
+            variable = isinstance(getattr(node, "value", None), ast.Call) and ast.unparse(node).partition("(")[
+                0
+            ].endswith("TypeVar")
+            for name in [node.name] if isinstance(node, ast.ClassDef) else [] if variable else names:
+                found.setdefault(name.strip("_"), set()).add(str(path.relative_to(ROOT)))
+    twice = {name: sorted(paths) for name, paths in found.items() if len(paths) > 1}
+    assert set(twice) == {"PrecisionGate"}, twice

@@ -16,7 +16,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.linalg import PUBLISHED, Batching
 from everybit.linalg.orthogonalization import CoefficientName
-from everybit.transforms import Sides
+from everybit.transforms import UnitSides
 from tests.core.test_muon import ROUNDING, SHAPES, drawn, polar
 from tests.support.following import deviation, formula, gradients, ours, schedule, theirs
 
@@ -56,7 +56,7 @@ def lengths(x: Tensor, side: str, eps: float) -> Tensor:
     return ((x * x).sum(1 if side == "rows" else 0, keepdim=True) + eps).sqrt()
 
 
-def equalized(x: Tensor, sides: Sides | None, eps: float) -> Tensor:
+def equalized(x: Tensor, sides: UnitSides | None, eps: float) -> Tensor:
     if sides is None:
         return x
     if sides == "both":
@@ -66,7 +66,7 @@ def equalized(x: Tensor, sides: Sides | None, eps: float) -> Tensor:
     return x
 
 
-def equal_muon(before: Sides | None, after: Sides | None) -> Follow:
+def equal_muon(before: UnitSides | None, after: UnitSides | None) -> Follow:
     """MuonEq and Muon+ as their papers write them, at momentum 0.95 and weight decay 0.1."""
 
     def follow(p: Tensor, grads: list[Tensor], lr: Callable[[int], float]) -> Iterator[Tensor]:

@@ -306,9 +306,9 @@ def unqueued(strategy: Strategy) -> list[str]:
     stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block])
     with watched() as made:
         expected = gradients(model, stepper, "microbatch")
-    wrong, started = [], sum(name == "_Work.__init__" for name, _ in made)
+    wrong, started = [], sum(name == "_Waited.__init__" for name, _ in made)
     for call in range(1, started + 1):
-        with contextlib.suppress(BoomError), watched(("_Work.__init__", call)):
+        with contextlib.suppress(BoomError), watched(("_Waited.__init__", call)):
             gradients(model, stepper, "microbatch")
             wrong.append(f"{call}: not reached")
         stepper.zero_grad()

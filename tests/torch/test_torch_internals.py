@@ -143,7 +143,7 @@ def test_a_method_that_others_have_wrapped_is_called_as_they_wrapped_it(monkeypa
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", wrapped)
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    optimizers.Optimizer([parameter], {}).zero_grad()
+    optimizers.LightOptimizer([parameter], {}).zero_grad()
     assert calls == [True]
     gradient: Tensor | None = parameter.grad
     assert gradient is None

@@ -34,7 +34,7 @@ _MOST = 64
 Values = tuple[float, ...]
 
 
-class Labelled(Protocol):
+class LabelledOptimizer(Protocol):
     """An optimizer with a param group for each label.
 
     Attributes:
@@ -54,14 +54,14 @@ class Labelled(Protocol):
         ...
 
 
-class _Saved(NamedTuple):
+class _SavedValues(NamedTuple):
     """The values that a checkpoint has for one label."""
 
     own: dict[str, Values]
     options: dict[str, Values]
 
 
-def tensors(optimizer: Labelled, labels: Mapping[str, str]) -> dict[str, Tensor]:
+def tensors(optimizer: LabelledOptimizer, labels: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the hyperparameters as the tensors that are saved.
 
     Args:
@@ -124,7 +124,9 @@ def empty(found: Inventory, labels: Mapping[str, str] | None) -> dict[str, Tenso
     return into
 
 
-def restored(optimizer: Labelled, loaded: Mapping[str, Tensor], labels: Mapping[str, str]) -> list[dict[str, Any]]:
+def restored(
+    optimizer: LabelledOptimizer, loaded: Mapping[str, Tensor], labels: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Return for each param group the values to put into it.
 
     Args:
@@ -224,15 +226,15 @@ def _of_transform(group: Group) -> dict[str, Values]:
     return {} if optimizer is None else {k: _values(x) for k, x in hyperparameters(optimizer.transform).items()}
 
 
-def _by_label(loaded: Mapping[str, Tensor]) -> dict[str, _Saved]:
-    there: dict[str, _Saved] = {}
+def _by_label(loaded: Mapping[str, Tensor]) -> dict[str, _SavedValues]:
+    there: dict[str, _SavedValues] = {}
     for key, values in loaded.items():
         if key.startswith(GROUPS):
-            there.setdefault(key.removeprefix(GROUPS), _Saved({}, {}))
+            there.setdefault(key.removeprefix(GROUPS), _SavedValues({}, {}))
             continue
         kind = HYPERPARAMETERS if key.startswith(HYPERPARAMETERS) else OPTIONS
         label, _, name = key.removeprefix(kind).rpartition("/")
-        saved = there.setdefault(label, _Saved({}, {}))
+        saved = there.setdefault(label, _SavedValues({}, {}))
         (saved.own if kind is HYPERPARAMETERS else saved.options)[unquote(name)] = tuple(values.tolist())
     return there
 
@@ -241,10 +243,10 @@ def _of_group(
     label: str,
     members: list[int],
     names: list[str],
-    there: Mapping[str, _Saved],
+    there: Mapping[str, _SavedValues],
     loaded: Mapping[str, Tensor],
     here: Collection[str],
-) -> _Saved:
+) -> _SavedValues:
     """Return the values that were saved under a group's label, or for its parameters; ``here`` are all labels of this run."""
     masks = {one: loaded[f"{GROUPS}{one}"].tolist() for one in there if f"{GROUPS}{one}" in loaded}
     if label in there:
@@ -257,8 +259,8 @@ def _of_group(
                     f" {_shown(there[label])})"
                 )
         # Before labels of parameters were written, hyperparameters and options could not be told apart.
-        return there[label] if f"{GROUPS}{label}" in loaded else _Saved({}, there[label].own)
-    first: tuple[str, _Saved] | None = None
+        return there[label] if f"{GROUPS}{label}" in loaded else _SavedValues({}, there[label].own)
+    first: tuple[str, _SavedValues] | None = None
     for number in members:
         of = next((one for one, mask in masks.items() if mask[number] == 1), None)
         if of is None:
@@ -270,10 +272,10 @@ def _of_group(
                 f"there is no such label there, and {first[0]} and {names[number]} had different hyperparameters"
                 f" ({_shown(first[1])}; {_shown(there[of])})"
             )
-    return _Saved({}, {}) if first is None else first[1]
+    return _SavedValues({}, {}) if first is None else first[1]
 
 
-def _entries(group: Mapping[str, Any], saved: _Saved, own: Mapping[str, Any]) -> dict[str, Any]:
+def _entries(group: Mapping[str, Any], saved: _SavedValues, own: Mapping[str, Any]) -> dict[str, Any]:
     new: dict[str, Any] = {}
     if strange := sorted(set(saved.own) - set(own)):
         raise ValueError(f"{', '.join(strange)} is there, and its transform has none")
@@ -287,12 +289,12 @@ def _entries(group: Mapping[str, Any], saved: _Saved, own: Mapping[str, Any]) ->
     return new
 
 
-def _same(one: _Saved, other: _Saved) -> bool:
+def _same(one: _SavedValues, other: _SavedValues) -> bool:
     """Whether two labels have the same values, in whatever order. NaN equals NaN."""
     return all(repr(sorted(mine.items())) == repr(sorted(its.items())) for mine, its in zip(one, other, strict=True))
 
 
-def _shown(saved: _Saved) -> str:
+def _shown(saved: _SavedValues) -> str:
     return ", ".join(f"{name}={values[0] if len(values) == 1 else values!r}" for name, values in saved.own.items())
 
 

@@ -48,7 +48,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CheckpointParts:
     """A rank's part of a model and its optimizer, at one moment: state that lies with an owner is a copy of this rank's rows.
 
     Attributes:
@@ -82,7 +82,7 @@ def elements(value: Tensor) -> Tensor:
     return value.local if isinstance(value, ShardTensor) else value
 
 
-def parts_of(stepper: BufferStepper | FSDP2Stepper) -> Parts:
+def parts_of(stepper: BufferStepper | FSDP2Stepper) -> CheckpointParts:
     """Return a stepper's parts. Every rank has to call it."""
     if isinstance(stepper, BufferStepper):
         return _of_buffers(stepper)
@@ -90,7 +90,7 @@ def parts_of(stepper: BufferStepper | FSDP2Stepper) -> Parts:
     return _of_rows(_model_tensors(stepper.model), stepper.as_optimizer(), names, stepper.labels)
 
 
-def parts_of_model(model: nn.Module, optimizer: TorchOptimizer) -> Parts:
+def parts_of_model(model: nn.Module, optimizer: TorchOptimizer) -> CheckpointParts:
     """Return the parts of a plain model, or one of FSDP2's, and of its optimizer. Every rank has to call it.
 
     Raises:
@@ -100,7 +100,7 @@ def parts_of_model(model: nn.Module, optimizer: TorchOptimizer) -> Parts:
     return _of_rows(tensors, optimizer, {id(p): name for name, p in model.named_parameters()}, {})
 
 
-def _of_rows(tensors: Flat, optimizer: Any, names: Mapping[int, str], labels: Mapping[str, str]) -> Parts:
+def _of_rows(tensors: Flat, optimizer: Any, names: Mapping[int, str], labels: Mapping[str, str]) -> CheckpointParts:
     """Parts of a model whose parameters lie here whole, or are DTensors."""
     optimizer.place()
     held: list[Held] = []
@@ -114,14 +114,14 @@ def _of_rows(tensors: Flat, optimizer: Any, names: Mapping[int, str], labels: Ma
             value = values.get(entry.name)
             if value is not None and (entry.cut != "tensor" or value.numel()):
                 held.append(Held(parameter, prefix, entry, local(value).shape, _part(value)))
-    return Parts(optimizer, labels, {f"model.{name}": _part(x) for name, x in tensors.items()}, held)
+    return CheckpointParts(optimizer, labels, {f"model.{name}": _part(x) for name, x in tensors.items()}, held)
 
 
 def _part(x: Tensor) -> Tensor:
     return ShardTensor.of(x) if is_dtensor(x) else x
 
 
-def _of_buffers(stepper: BufferStepper) -> Parts:
+def _of_buffers(stepper: BufferStepper) -> CheckpointParts:
     """This rank's elements of each trained parameter and of each entry of its state, and all tensors that are in no buffer."""
     optimizer = stepper.as_optimizer()
     optimizer.place()
@@ -151,7 +151,7 @@ def _of_buffers(stepper: BufferStepper) -> Parts:
             prefix = f"optimizer.state.{place.spec.name}."
             for entry, value, saved in _entries(place, one.entries()):
                 held.append(Held(one.parameter, prefix, entry, value.shape, saved))
-    return Parts(optimizer, stepper.labels, model, held)
+    return CheckpointParts(optimizer, stepper.labels, model, held)
 
 
 def _entries(place: Place, entries: list[tuple[Entry, Tensor]]) -> Iterator[tuple[Entry, Tensor, Tensor]]:

@@ -45,7 +45,7 @@ from everybit_torch.checkpoint.folders import (
     remove_unless_named,
 )
 from everybit_torch.checkpoint.inventory import Inventory
-from everybit_torch.checkpoint.parts import Flat, Parts, parts_of, parts_of_model
+from everybit_torch.checkpoint.parts import CheckpointParts, Flat, parts_of, parts_of_model
 from everybit_torch.checkpoint.reading import read_into, read_piece
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.checkpoint.writing import CheckedWriter
@@ -248,8 +248,12 @@ def load_sharded_into(
 
 @torch.no_grad()
 def _read(
-    path: str | os.PathLike[str], own_parts: Callable[[], Parts], ranks: Communicator, *, hyperparameters: bool
-) -> tuple[Inventory, Parts, Flat]:
+    path: str | os.PathLike[str],
+    own_parts: Callable[[], CheckpointParts],
+    ranks: Communicator,
+    *,
+    hyperparameters: bool,
+) -> tuple[Inventory, CheckpointParts, Flat]:
     """Read a checkpoint into memory of its own, on the host, and verify all of it, on all ranks or on none.
 
     Args:

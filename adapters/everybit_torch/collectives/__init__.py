@@ -5,7 +5,7 @@ from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of, sizes_of
 from everybit_torch.collectives.reduction import (
     FusedSum,
-    Grads,
+    GradientWires,
     Mode,
     Reduction,
     Wire,
@@ -23,7 +23,7 @@ __all__ = [
     "AllToAll",
     "Communicator",
     "FusedSum",
-    "Grads",
+    "GradientWires",
     "GroupAxis",
     "Mesh",
     "Mode",

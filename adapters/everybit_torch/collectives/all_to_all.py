@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from everybit_torch.collectives.communicator import Communicator, Done, Pending
+from everybit_torch.collectives.communicator import Communicator, Done, PendingCollective
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class AllToAll:
     copies: Communicator | None
     device: torch.device
     length: Callable[[int, int, int], int]
-    _pending: Pending = field(default_factory=Done)
+    _pending: PendingCollective = field(default_factory=Done)
     _into: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property

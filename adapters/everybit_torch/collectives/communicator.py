@@ -26,7 +26,7 @@ BROADCASTS = 8
 """Ranks up to which weights are gathered over gloo by a broadcast from each."""
 
 
-class Pending(Protocol):
+class PendingCollective(Protocol):
     """A collective that may be under way."""
 
     def wait(self) -> None:
@@ -49,7 +49,7 @@ class Done:
         return True
 
 
-class _Work:
+class _Waited:
     def __init__(self, work: Any, describe: str, communicator: Communicator) -> None:
         self._work, self._describe, self._communicator = work, describe, communicator
 
@@ -65,7 +65,7 @@ class _Work:
 class _Several:
     """Collectives that are waited for together."""
 
-    def __init__(self, pending: Sequence[Pending]) -> None:
+    def __init__(self, pending: Sequence[PendingCollective]) -> None:
         self._pending = list(pending)
 
     def wait(self) -> None:
@@ -79,7 +79,7 @@ class _Several:
 class _Copied:
     """A collective with a result that is copied when the host waits for it."""
 
-    def __init__(self, pending: Pending, into: Tensor, result: Tensor) -> None:
+    def __init__(self, pending: PendingCollective, into: Tensor, result: Tensor) -> None:
         self._pending, self._into, self._result = pending, into, result
 
     def wait(self) -> None:
@@ -136,7 +136,7 @@ class Communicator:
             )
         return group
 
-    def all_gather(self, into: Tensor, shard: Tensor, what: str, lengths: Sequence[int] = ()) -> Pending:
+    def all_gather(self, into: Tensor, shard: Tensor, what: str, lengths: Sequence[int] = ()) -> PendingCollective:
         """``into`` becomes the ranks' shards one after the other. ``shard`` may be this rank's part of ``into``.
 
         ``lengths``: of the shards, if they differ.
@@ -164,7 +164,7 @@ class Communicator:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self._start("all_gather", gather, into, shard, what, sent=sent)
 
-    def reduce_scatter(self, into: Tensor, whole: Tensor, what: str, lengths: Sequence[int] = ()) -> Pending:
+    def reduce_scatter(self, into: Tensor, whole: Tensor, what: str, lengths: Sequence[int] = ()) -> PendingCollective:
         """``into`` becomes this rank's part of the sum of ``whole`` over the ranks, and may be that part of it; ``whole`` is spoilt.
 
         ``lengths``: of the ranks' parts, if they differ.
@@ -188,7 +188,7 @@ class Communicator:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._start("reduce_scatter", scatter, into, whole, what, sent=sent)
 
-    def all_to_all(self, into: Tensor, whole: Tensor, what: str, lengths: Sequence[int] = ()) -> Pending:
+    def all_to_all(self, into: Tensor, whole: Tensor, what: str, lengths: Sequence[int] = ()) -> PendingCollective:
         """Fill ``into``, rank after rank, with every rank's part for this rank. ``lengths``: of the parts for each rank, if they differ."""
         if self.size == 1:
             into.copy_(whole)
@@ -201,7 +201,7 @@ class Communicator:
 
     def exchange(
         self, into: Tensor, whole: Tensor, what: str, *, received: Sequence[int], given: Sequence[int]
-    ) -> Pending:
+    ) -> PendingCollective:
         """Fill ``into``, rank after rank, with every rank's part for this rank, of the lengths ``received``.
 
         ``given``: the lengths of the parts of ``whole`` for each rank.
@@ -217,7 +217,7 @@ class Communicator:
         """The ranks' parts of a 1-d tensor: of these lengths, or equally long."""
         return list(torch.split(whole, list(lengths))) if lengths else list(whole.view(self.size, -1))
 
-    def all_reduce(self, x: Tensor, what: str, op: Op = dist.ReduceOp.SUM) -> Pending:
+    def all_reduce(self, x: Tensor, what: str, op: Op = dist.ReduceOp.SUM) -> PendingCollective:
         """``x`` becomes the sum (or another ``op``) of the ranks'."""
         if self.size == 1:
             return Done()
@@ -318,15 +318,15 @@ class Communicator:
         given: Tensor | list[Tensor],
         what: str,
         sent: int,
-    ) -> Pending:
+    ) -> PendingCollective:
         self.sent[kind] += sent
         return self._launch(f"{kind} of {what}", lambda: function(into, given, group=self.group, async_op=True))
 
-    def _launch(self, describe: str, launch: Callable[[], Any]) -> Pending:
+    def _launch(self, describe: str, launch: Callable[[], Any]) -> PendingCollective:
         with self.explained(describe):
             # At once: whatever fails from here on, drain() waits for it.
             self._under_way.append(launch())
-        return _Work(self._under_way[-1], describe, self)
+        return _Waited(self._under_way[-1], describe, self)
 
     def completed(self, work: Any) -> None:
         """A collective was waited for."""

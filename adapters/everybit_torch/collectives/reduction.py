@@ -23,7 +23,7 @@ from torch import Tensor
 
 from everybit.base import torch_dtype
 from everybit.policies import Resolved
-from everybit_torch.collectives.communicator import Communicator, Pending
+from everybit_torch.collectives.communicator import Communicator, PendingCollective
 
 CHUNK = 1 << 16
 """Elements converted at a time, on a CPU: they stay in a core's cache."""
@@ -93,7 +93,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True)
-class Grads:
+class GradientWires:
     """How gradients are kept and sent.
 
     Attributes:
@@ -107,7 +107,7 @@ class Grads:
     outer: Wire
 
     @classmethod
-    def of(cls, resolved: Resolved, inner: int, outer: int) -> Grads:
+    def of(cls, resolved: Resolved, inner: int, outer: int) -> GradientWires:
         """Those of a policy, between so many ranks."""
         return cls(torch_dtype(resolved.grads_main), *Wire.pair(resolved, inner, outer))
 
@@ -124,7 +124,7 @@ class Reduction:
         after: The next reduction.
     """
 
-    pending: Pending
+    pending: PendingCollective
     install: Callable[[], None]
     sent: Tensor | None = None
     received: Tensor | None = None

@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 Compiled = Callable[..., Any]
 # For which lengths the code is; and of each input its dtype, its device, and whether it is a vector.
-_Kind = tuple[bool, tuple[tuple[torch.dtype, torch.device, bool], ...]]
+_InputKind = tuple[bool, tuple[tuple[torch.dtype, torch.device, bool], ...]]
 # What takes the place of the vectors' length among the arguments of compiled code.
 _LENGTH = -1
 
@@ -212,7 +212,7 @@ def is_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _kind(inputs: Sequence[Tensor]) -> _Kind | None:
+def _kind(inputs: Sequence[Tensor]) -> _InputKind | None:
     """Return a key for the compiled code of these inputs; None unless they are contiguous vectors of one length, and 0-d tensors."""
     length = inputs[0].numel()
     # Of other lengths than these the code may be another.

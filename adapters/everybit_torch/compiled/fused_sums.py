@@ -21,7 +21,7 @@ TOGETHER = 16
 """Parts that one kernel adds up; of more ranks there are several, with sums in float64 between them."""
 
 
-class _Kind(NamedTuple):
+class _SumKind(NamedTuple):
     """The properties of a sum, besides dtypes, on which its code depends.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Kind(NamedTuple):
     last: bool
 
 
-_Key = tuple[torch.dtype, torch.dtype, _Kind]
+_SumKey = tuple[torch.dtype, torch.dtype, _SumKind]
 
 
 class FusedSums:
@@ -53,7 +53,7 @@ class FusedSums:
 
     def __init__(self, device: torch.device) -> None:
         self._usable = device.type != "cpu" and has_compiler(device)
-        self._compiled: dict[_Key, Callable[..., None]] = {}
+        self._compiled: dict[_SumKey, Callable[..., None]] = {}
         self._began = False
 
     def __call__(self, main: Tensor, parts: Tensor, *, adds: bool, by: Tensor | None, scale: float) -> bool:
@@ -76,7 +76,7 @@ class FusedSums:
         carried = torch.empty(main.numel(), dtype=torch.float64, device=main.device) if several else None
         for low in range(0, ranks, TOGETHER):
             here, first, last = parts[low : low + TOGETHER], low == 0, low + TOGETHER >= ranks
-            kind = _Kind(len(here), adds and last, by is not None and last, scale if last else 1.0, first, last)
+            kind = _SumKind(len(here), adds and last, by is not None and last, scale if last else 1.0, first, last)
             function = self._find((main.dtype, parts.dtype, kind), main, here)
             if function is None:
                 return False  # nothing was written but what is carried
@@ -99,7 +99,7 @@ class FusedSums:
                 return False
         return True
 
-    def _find(self, key: _Key, main: Tensor, parts: Tensor) -> Callable[..., None] | None:
+    def _find(self, key: _SumKey, main: Tensor, parts: Tensor) -> Callable[..., None] | None:
         if key not in self._compiled:
             if is_capturing():
                 return None  # compilers load code, which cannot be captured
@@ -112,7 +112,7 @@ class FusedSums:
         self._began = True
 
 
-def sum_of(kind: _Kind) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]:
+def sum_of(kind: _SumKind) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]:
     """The function that is compiled for a kind of sum; earlier sums are carried in float64."""
     ranks, adds, divides, scale, first, last = kind
 

@@ -49,9 +49,9 @@ R = TypeVar("R")
 Body = Callable[..., R]
 # What tells apart the steps of a group: dtype of the parameters, what masks and labels said, how many totals there are, which work is due,
 # and the choices of the body.
-_Place = tuple[torch.dtype, Decision | None, int, Due, tuple[tuple[str, Any], ...]]
+_SiteKey = tuple[torch.dtype, Decision | None, int, Due, tuple[tuple[str, Any], ...]]
 # What tells variants apart: the constants of the code, and which arguments are numbers.
-_Key = tuple[dict[str, Any], tuple[str, ...]]
+_VariantKey = tuple[dict[str, Any], tuple[str, ...]]
 Shape = tuple[torch.Size, tuple[int, ...]]
 
 
@@ -86,7 +86,7 @@ class Inputs:
     segment: object = None
     layout: Layout | None = None
 
-    def place(self) -> _Place:
+    def place(self) -> _SiteKey:
         """Return what tells the step apart from the others of its group."""
         return self.tensors[0].dtype, self.decision, len(self.totals), self.due, self.choices
 
@@ -112,7 +112,7 @@ class _Variant(Generic[R]):
         waits: The number of steps until it is tried again.
     """
 
-    key: _Key
+    key: _VariantKey
     given: list[str]
     run: Body[R] = field(init=False)
     began: bool = False
@@ -154,8 +154,8 @@ class Variants(Generic[R]):
     def __init__(self, number: int, factory: Factory, seed: int, body: Body[R], given: bool | str = True) -> None:
         self._number, self._factory, self._seed, self._body = number, factory, seed, body
         self._given = given
-        self._sites: dict[_Place, _Site[R]] = {}
-        self._chosen: dict[_Place, _Variant[R] | None] = {}
+        self._sites: dict[_SiteKey, _Site[R]] = {}
+        self._chosen: dict[_SiteKey, _Variant[R] | None] = {}
         self._told: set[str] = set()
         self._told_of_compilation = False
         self._level = logging.WARNING if given == "auto" else logging.INFO
@@ -284,7 +284,7 @@ class Variants(Generic[R]):
         site.variants.append(variant)
         return variant
 
-    def _key(self, site: _Site[R], arguments: Mapping[str, Any]) -> _Key:
+    def _key(self, site: _Site[R], arguments: Mapping[str, Any]) -> _VariantKey:
         numbers, constant = self._numbers(site, arguments)
         return _constants(arguments, constant), numbers
 
@@ -361,7 +361,7 @@ class Variants(Generic[R]):
             seconds,
         )
 
-    def _tell_of_too_many(self, site: _Site[R], key: _Key) -> None:
+    def _tell_of_too_many(self, site: _Site[R], key: _VariantKey) -> None:
         if all(variant.refused for variant in site.variants):
             return  # that was told
         changing = sorted({name for one in site.variants for name in key[0] if one.key[0].get(name) != key[0][name]})

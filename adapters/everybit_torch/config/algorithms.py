@@ -26,7 +26,7 @@ from everybit_torch.arguments import (
     torch_arguments,
     torch_defaults,
 )
-from everybit_torch.config.structure import Choice, meanings, require_fields
+from everybit_torch.config.structure import TableChoice, meanings, require_fields
 from everybit_torch.drop_ins import CLASSES, for_model
 from everybit_torch.embeddings import embeddings_of, policy_with_embeddings
 from everybit_torch.optim import Params, TorchOptimizer
@@ -327,7 +327,7 @@ def register_algorithm(name: str, kind: type[Algorithm]) -> None:
     ALGORITHMS[name] = kind
 
 
-ALGORITHM = Choice(
+ALGORITHM = TableChoice(
     "name",
     ALGORITHMS,
     f"hyperparameters of your own, which a file cannot name; accepted are {', '.join(ALGORITHMS)}, and what register_algorithm was given.",

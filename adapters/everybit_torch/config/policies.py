@@ -12,7 +12,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.formats import BUILT_IN, ParamFormat, StateFormat
 from everybit.policies import PolicyName, with_name_resolved
-from everybit_torch.config.structure import Choice, Kinds, Named, Reader
+from everybit_torch.config.structure import Kinds, Named, Reader, TableChoice
 
 _OWN = (
     f"a format of your own, which a file cannot name; accepted are {', '.join(one.__name__ for one in BUILT_IN)}. Keep a policy with"
@@ -97,7 +97,7 @@ def require_matches(patterns: Mapping[str, str], names: list[str]) -> None:
 
 
 _FORMATS = {
-    kind: Choice("format", {one.__name__: one for one in BUILT_IN if hasattr(one, method)}, _OWN)
+    kind: TableChoice("format", {one.__name__: one for one in BUILT_IN if hasattr(one, method)}, _OWN)
     for kind, method in ((ParamFormat, "for_params"), (StateFormat, "for_slot"))
 }
 POLICY_KINDS: Kinds = {

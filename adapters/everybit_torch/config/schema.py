@@ -9,7 +9,7 @@ from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from everybit_torch.config.structure import NONE, Choice, Named, Reader, fields, is_empty, meanings
+from everybit_torch.config.structure import NONE, Named, Reader, TableChoice, fields, is_empty, meanings
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -21,7 +21,7 @@ def schema_of(kind: type[Any], reader: Reader) -> dict[str, Any]:
     def one(hint: Any, *, none: bool = False) -> dict[str, Any]:
         """Return the schema of a value; ``none``: None has to be written, since leaving the value out means something else."""
         special = reader.special(hint)
-        if isinstance(special, Choice):
+        if isinstance(special, TableChoice):
             return {
                 "anyOf": [
                     {"enum": list(special.members)},

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TableChoice:
     """A union of dataclasses, of which a table's key chooses one; the name alone stands for its defaults.
 
     Attributes:
@@ -53,7 +53,7 @@ class Named:
 NONE = "none"
 """None in a file, where leaving a field out means something else."""
 
-Kinds = Mapping[Any, "Choice | Named"]
+Kinds = Mapping[Any, "TableChoice | Named"]
 
 
 class Reader:
@@ -95,7 +95,7 @@ class Reader:
         """Write a table, where a name would do as well."""
         return self._fields(value, path)
 
-    def special(self, hint: Any) -> Choice | Named | None:
+    def special(self, hint: Any) -> TableChoice | Named | None:
         """How values with this annotation are written, if it is not as their class says; the classes of a union count together."""
         classes = [one for one in get_args(hint) if isinstance(one, type) and one is not NoneType]
         if get_origin(hint) not in (Union, UnionType):
@@ -106,7 +106,7 @@ class Reader:
         if data is None and NoneType in get_args(hint):
             return None
         special = self.special(hint)
-        if isinstance(special, Choice):
+        if isinstance(special, TableChoice):
             return self._choice(special, data, path)
         if isinstance(special, Named):
             return self._named(special, data, path)
@@ -141,7 +141,7 @@ class Reader:
             raise ValueError(f"{join(path, absent[0])}: got nothing; accepted is {accepted_of(hints[absent[0]])}.")
         return made(kind, given, path)
 
-    def _choice(self, choice: Choice, data: object, path: str) -> Any:
+    def _choice(self, choice: TableChoice, data: object, path: str) -> Any:
         table = {choice.key: data} if isinstance(data, str) else data
         name = table.get(choice.key) if isinstance(table, Mapping) else None
         if not isinstance(table, Mapping) or not isinstance(name, str) or name not in choice.members:
@@ -202,7 +202,7 @@ class Reader:
 
     def _plain(self, hint: Any, value: Any, path: str) -> Any:
         special = self.special(hint)
-        if isinstance(special, Choice):
+        if isinstance(special, TableChoice):
             name = next((name for name, kind in special.members.items() if kind is type(value)), None)
             if name is None:
                 raise ValueError(f"{path}: got {value!r}, {special.foreign}")

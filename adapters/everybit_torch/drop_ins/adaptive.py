@@ -9,7 +9,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.policies import PolicyOrName
-from everybit_torch.drop_ins.drop_in import DropIn, Options
+from everybit_torch.drop_ins.drop_in import DropIn, DropInOptions
 from everybit_torch.optim import Params, TorchNames
 from everybit_torch.segments import Compile
 
@@ -31,7 +31,7 @@ class Adagrad(DropIn):
         compile: Compile the step; ``"auto"``: for large models.
         metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
         seed: The seed of stochastic rounding.
-        options: See :class:`Options`.
+        options: See :class:`DropInOptions`.
     """
 
     torch_class = torch.optim.Adagrad
@@ -58,7 +58,7 @@ class Adagrad(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[DropInOptions],
     ) -> None:
         super().__init__(
             params, eb.adagrad, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, initial_accumulator_value=initial_accumulator_value,
@@ -85,7 +85,7 @@ class Adafactor(DropIn):
         compile: Compile the step; ``"auto"``: for large models.
         metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
         seed: The seed of stochastic rounding.
-        options: See :class:`Options`.
+        options: See :class:`DropInOptions`.
     """
 
     torch_class = torch.optim.Adafactor
@@ -108,7 +108,7 @@ class Adafactor(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[DropInOptions],
     ) -> None:
         super().__init__(
             params, eb.torch_adafactor, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, maximize=maximize,

@@ -19,7 +19,7 @@ IMPLEMENTATION: Mapping[str, Any] = {"foreach": None, "capturable": False, "diff
 """Options of most of torch's optimizers that choose among its implementations, at the values that choose none."""
 
 
-class Options(ImplementationArguments, total=False):
+class DropInOptions(ImplementationArguments, total=False):
     """What every optimizer takes beside its own arguments.
 
     Arguments by which torch chooses among its implementations (``foreach``, ``fused``, ``capturable``) have no effect, which is said once.
@@ -32,7 +32,7 @@ class Options(ImplementationArguments, total=False):
     unsafe: Unsafe
 
 
-class AdamOptions(Options, total=False):
+class AdamOptions(DropInOptions, total=False):
     """The same, and an argument by which torch's Adam and AdamW differ, at the value of each."""
 
     decoupled_weight_decay: bool

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 import everybit as eb
 from everybit.base import Hyperparameter
 from everybit.policies import PolicyOrName
-from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, DropIn, Options
+from everybit_torch.drop_ins.drop_in import IMPLEMENTATION, DropIn, DropInOptions
 from everybit_torch.optim import Params, TorchNames, TorchOptimizer
 from everybit_torch.segments import Compile
 
@@ -45,7 +45,7 @@ class SGD(_WithOptionalMomentum):
         compile: Compile the step; ``"auto"``: for large models.
         metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
         seed: The seed of stochastic rounding.
-        options: See :class:`Options`.
+        options: See :class:`DropInOptions`.
     """
 
     torch_class = torch.optim.SGD
@@ -68,7 +68,7 @@ class SGD(_WithOptionalMomentum):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[DropInOptions],
     ) -> None:
         super().__init__(
             params, eb.sgd, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
@@ -95,7 +95,7 @@ class RMSprop(_WithOptionalMomentum):
         compile: Compile the step; ``"auto"``: for large models.
         metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
         seed: The seed of stochastic rounding.
-        options: See :class:`Options`.
+        options: See :class:`DropInOptions`.
     """
 
     torch_class = torch.optim.RMSprop
@@ -119,7 +119,7 @@ class RMSprop(_WithOptionalMomentum):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[DropInOptions],
     ) -> None:
         super().__init__(
             params, eb.rmsprop, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
@@ -171,7 +171,7 @@ class Lion(TorchOptimizer):
         compile: Compile the step; ``"auto"``: for large models.
         metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
         seed: The seed of stochastic rounding.
-        options: See :class:`Options`.
+        options: See :class:`DropInOptions`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Lion(TorchOptimizer):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[DropInOptions],
     ) -> None:
         super().__init__(
             params, lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize, fully_decoupled=fully_decoupled,
@@ -219,7 +219,7 @@ class Muon(DropIn):
         compile: Compile the step; ``"auto"``: for large models.
         metrics: Measure every step; see :meth:`TorchOptimizer.metrics`.
         seed: The seed of stochastic rounding.
-        options: See :class:`Options`.
+        options: See :class:`DropInOptions`.
     """
 
     torch_class = torch.optim.Muon
@@ -242,7 +242,7 @@ class Muon(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[DropInOptions],
     ) -> None:
         super().__init__(
             params, eb.torch_muon, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,

@@ -1,6 +1,6 @@
 """Room ``flat``: models of which every rank has all weights, in flat buffers that ranks share out."""
 
-from everybit_torch.flat.cycle import Cycle
+from everybit_torch.flat.cycle import GradientCycle
 from everybit_torch.flat.layout import Buffer, Place
 from everybit_torch.flat.optimizer import LabelledGroups, ShareOptimizer
 from everybit_torch.flat.stepper import BufferStepper
@@ -9,7 +9,7 @@ from everybit_torch.flat.validation import judge, laid_out
 __all__ = [
     "Buffer",
     "BufferStepper",
-    "Cycle",
+    "GradientCycle",
     "LabelledGroups",
     "Place",
     "ShareOptimizer",

@@ -1,7 +1,7 @@
 """Flat weights and main gradients of one buffer on a rank, and how gradients travel.
 
-Gradients have three types, each of which only becomes the next: :class:`Partial`, the sums of this rank's own; :class:`Reduced`, sums over
-the inner ranks; and a final gradient, summed over all ranks and divided once. So no gradient can be counted or divided twice.
+Gradients have three types, each of which only becomes the next: :class:`PartialSums`, the sums of this rank's own; :class:`Reduced`, sums
+over the inner ranks; and a final gradient, summed over all ranks and divided once. So no gradient can be counted or divided twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from everybit_torch.collectives import (
     Communicator,
     FusedSum,
-    Grads,
+    GradientWires,
     Mode,
     Reduction,
     accumulate,
@@ -51,7 +51,7 @@ class FlatBuffer:
         self,
         buffer: Buffer,
         parameters: Mapping[str, nn.Parameter],
-        grads: Grads,
+        grads: GradientWires,
         sharding: Sharding,
         ranks: tuple[Communicator, Communicator],
         fused: FusedSum | None = None,
@@ -87,7 +87,7 @@ class FlatBuffer:
             ).wait()
 
 
-class Partial:
+class PartialSums:
     """Sums of this rank's own gradients, which can be added to, and become :class:`Reduced` once.
 
     Args:
@@ -148,7 +148,7 @@ class Partial:
 
 
 class Reduced:
-    """Sums over the inner ranks, maybe under way: they become final, or a part of the next :class:`Partial`.
+    """Sums over the inner ranks, maybe under way: they become final, or a part of the next :class:`PartialSums`.
 
     Args:
         of: The buffer.

@@ -26,7 +26,7 @@ from everybit_torch.torch_internals.dtensors import local
 from everybit_torch.torch_internals.optimizers import note_step
 
 
-class Cycle(ABC):
+class GradientCycle(ABC):
     """The cycle of a stepper, whatever its ranks share out.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-_Kind = tuple[str, torch.dtype, str]
+_BufferKind = tuple[str, torch.dtype, str]
 """What the parameters of a buffer have in common: the unit, the dtype and the label."""
 
 
@@ -139,7 +139,7 @@ def lay_out(specs: Sequence[Spec], shares: int, multiple: int) -> tuple[Buffer, 
         shares: The number of ranks that share buffers out.
         multiple: A divisor of the length of each share: ranks that hold copies of one cut it for a sum.
     """
-    members: dict[_Kind, list[Spec]] = {}
+    members: dict[_BufferKind, list[Spec]] = {}
     for spec in sorted(specs, key=lambda spec: spec.unit != ""):
         members.setdefault((spec.unit, spec.dtype, spec.label), []).append(spec)
     owners = pack([spec for spec in specs if spec.is_whole], shares)

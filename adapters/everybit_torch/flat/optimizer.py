@@ -14,7 +14,7 @@ from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, spread
 from everybit_torch.optim import Group, GroupMaker, TorchOptimizer, evaluating
 from everybit_torch.segments import Compile
-from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
+from everybit_torch.sharded.hyperparameters import WithNumbers, hyperparameter_fields, hyperparameters
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 
 
@@ -38,7 +38,7 @@ class LabelledGroups(GroupMaker):
         self._labelled = list(labelled.values())
         self.fields = {label: hyperparameter_fields(one.transform) for label, one in labelled.items()}
         super().__init__(
-            "FlatStepper", Factory(self._labelled[0].transform), (), None,
+            "FlatStepper", WithNumbers(self._labelled[0].transform), (), None,
             seed=seed, unsafe=unsafe, compile=compile, decoupled=None, mixed=mixed,
         )  # fmt: skip
 
@@ -56,7 +56,7 @@ class LabelledGroups(GroupMaker):
     def make(self, number: int, policies: Mapping[torch.dtype, AnyPolicy], arguments: dict[str, Any]) -> Group:
         """Make the group of the label with this number."""
         one, names = self._labelled[number], list(self.fields.values())[number]
-        return self.made(number, Factory(one.transform), policies, arguments, names=names, source=one.source)
+        return self.made(number, WithNumbers(one.transform), policies, arguments, names=names, source=one.source)
 
 
 class ShareOptimizer(TorchOptimizer):

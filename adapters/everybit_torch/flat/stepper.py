@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from everybit_torch.collectives import GroupAxis
 from everybit_torch.compiled import FusedSums
-from everybit_torch.flat.buffers import FlatBuffer, Partial, Reduced
-from everybit_torch.flat.cycle import Cycle
+from everybit_torch.flat.buffers import FlatBuffer, PartialSums, Reduced
+from everybit_torch.flat.cycle import GradientCycle
 from everybit_torch.flat.optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.flat.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.flat.turns import Turns
-from everybit_torch.flat.validation import Judged
+from everybit_torch.flat.validation import JudgedBuffers
 from everybit_torch.segments import Memory, Places
 from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.models import synchronize_values
@@ -26,7 +26,7 @@ from everybit_torch.sharded.reports import count_nonfinite
 from everybit_torch.torch_internals.autograd import at_the_end_of_the_pass
 
 
-class BufferStepper(Cycle):
+class BufferStepper(GradientCycle):
     """Steps a model on flat buffers; see :class:`~everybit_torch.FlatStepper`.
 
     Args:
@@ -38,7 +38,7 @@ class BufferStepper(Cycle):
         buffers: Weights and main gradients, in the order in which buffers are laid out.
     """
 
-    def __init__(self, model: nn.Module, judged: Judged) -> None:
+    def __init__(self, model: nn.Module, judged: JudgedBuffers) -> None:
         options = judged.options
         super().__init__(
             model, judged.parameters, judged.ranks, judged.device, judged.labelled, options.nan, compile=options.compile
@@ -91,7 +91,7 @@ class BufferStepper(Cycle):
         self._parts = [(name, p, self._final[name], self._shown[name]) for name, p in self._stepped.items()]
         self._frozen = {name: p for name, p in self.parameters.items() if name not in self.labels}
         self._turns = Turns(ranks)
-        self._sums: list[Partial | Reduced | None] = []
+        self._sums: list[PartialSums | Reduced | None] = []
         self._last: bool | None = None  # whether the present pass is the last of its cycle, if somebody has said so
         self._passes, self._is_passing, self._reduces, self._next = 0, False, False, -1
         self._arrived: Counter[int] = Counter()
@@ -153,8 +153,8 @@ class BufferStepper(Cycle):
             raise RuntimeError(
                 f"{name}: a gradient came after the last pass of its cycle; accepted next is step() or zero_grad()."
             )
-        if not isinstance(sums, Partial):
-            sums = self._sums[number] = Partial(self.buffers[number], sums)
+        if not isinstance(sums, PartialSums):
+            sums = self._sums[number] = PartialSums(self.buffers[number], sums)
         if self._nan == "param":
             self._nonfinite[name] = self._nonfinite.get(name, 0) + count_nonfinite(gradient)
         sums.add(position, gradient.detach())
@@ -194,7 +194,7 @@ class BufferStepper(Cycle):
             for earlier in self._sums[self._next + 1 :]:  # so that few of them have memory at a time
                 assert isinstance(earlier, Reduced)
                 earlier.settle()
-            partial_sums = sums if isinstance(sums, Partial) else Partial(of, sums)
+            partial_sums = sums if isinstance(sums, PartialSums) else PartialSums(of, sums)
             self._sums[self._next] = partial_sums.reduce(self.judged.divisor if self._last else None)
             self._next -= 1
 
@@ -212,7 +212,7 @@ class BufferStepper(Cycle):
         if self._is_passing and self._reduces and not self._turns.apart:
             with suppress(Exception):  # a rank may be gone; the next collective says so
                 for number in range(self._next, -1, -1):
-                    self._sums[number] = Partial(self.buffers[number]).reduce(None)
+                    self._sums[number] = PartialSums(self.buffers[number]).reduce(None)
                 for sums in self._sums:  # in the order of all ranks: some sums are gathered when they are there
                     assert isinstance(sums, Reduced)
                     sums.wait()

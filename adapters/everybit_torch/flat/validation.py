@@ -12,7 +12,7 @@ from torch import nn
 from everybit.base import dtype_name
 from everybit.combinators import needs_whole_tensors, step_cost
 from everybit.policies import LOW, resolve
-from everybit_torch.collectives import Communicator, Grads, communicators
+from everybit_torch.collectives import Communicator, GradientWires, communicators
 from everybit_torch.flat.layout import Buffer, Spec, lay_out
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, Transforms, label_parameters
@@ -23,7 +23,7 @@ from everybit_torch.torch_internals.dtensors import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedBuffers:
     """Options that can work.
 
     Attributes:
@@ -49,17 +49,17 @@ class Judged:
         """Whether some parameters are of 16 bits."""
         return any(parameter.dtype in LOW for parameter in self.parameters.values())
 
-    def grads_under(self, meaning: Mapping[str, LabelledTransform]) -> list[Grads]:
+    def grads_under(self, meaning: Mapping[str, LabelledTransform]) -> list[GradientWires]:
         """How gradients of each buffer are kept and sent, under these policies."""
         sizes = self.ranks[0].size, self.ranks[1].size
         firsts = [buffer.places[0].spec for buffer in self.buffers]
         return [
-            Grads.of(resolve(meaning[one.label].policy, dtype_name(one.dtype, field=one.name)), *sizes)
+            GradientWires.of(resolve(meaning[one.label].policy, dtype_name(one.dtype, field=one.name)), *sizes)
             for one in firsts
         ]
 
 
-def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> Judged:
+def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> JudgedBuffers:
     """Check all options, on all ranks. The model is unchanged.
 
     Args:
@@ -75,10 +75,10 @@ def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> J
     require_model(model)
     ranks = communicators(options.mesh, next((p.device for p in model.parameters()), None))
 
-    def look() -> Judged:
+    def look() -> JudgedBuffers:
         return _look_at(model, transform, options, ranks)
 
-    def facts(judged: Judged) -> Facts:
+    def facts(judged: JudgedBuffers) -> Facts:
         homes = {place.spec.name: place.spec.unit for buffer in judged.buffers for place in buffer.places}
         return facts_of(model, options, judged.parameters, homes, judged.labelled, ranks)
 
@@ -87,7 +87,7 @@ def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> J
 
 def _look_at(
     model: nn.Module, transform: Transforms, options: StepperOptions, ranks: tuple[Communicator, Communicator]
-) -> Judged:
+) -> JudgedBuffers:
     left_alone, units = ignored_ids(model, options.ignored), find_units(model, options.units)
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in left_alone}
     require_some(parameters.values())
@@ -103,7 +103,7 @@ def _look_at(
     options.require_safe(labelled, parameters)
     sizes = ranks[0].size, ranks[1].size
     buffers = laid_out(model, parameters, labelled, units, left_alone, options.sharding, sizes)
-    return Judged(options, ranks, device, parameters, labelled, buffers, options.divisor_of(sizes[0] * sizes[1]))
+    return JudgedBuffers(options, ranks, device, parameters, labelled, buffers, options.divisor_of(sizes[0] * sizes[1]))
 
 
 def laid_out(

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.collectives import Communicator, FusedSum, Grads, Mode, accumulate, cast, reduce_scatter_into
+from everybit_torch.collectives import (
+    Communicator,
+    FusedSum,
+    GradientWires,
+    Mode,
+    accumulate,
+    cast,
+    reduce_scatter_into,
+)
 from everybit_torch.fsdp2.units import Unit
 from everybit_torch.sharded.reports import count_nonfinite
 from everybit_torch.torch_internals.autograd import weakly
@@ -39,7 +47,7 @@ class MainGradient(ReduceScatter):
     """
 
     def __init__(
-        self, unit: Unit, grads: Grads, inner: Communicator, multiple: int, *, counts_nonfinite: bool, fused: FusedSum | None
+        self, unit: Unit, grads: GradientWires, inner: Communicator, multiple: int, *, counts_nonfinite: bool, fused: FusedSum | None
     ) -> None:  # fmt: skip
         self.unit, self.grads, self._inner, self._multiple, self._fused = unit, grads, inner, multiple, fused
         self._counts_nonfinite = counts_nonfinite

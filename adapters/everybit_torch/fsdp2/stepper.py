@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from everybit.combinators import needs_whole_tensors
 from everybit_torch.compiled import FusedSums
 from everybit_torch.dtensors import like
-from everybit_torch.flat import Cycle, LabelledGroups, ShareOptimizer
+from everybit_torch.flat import GradientCycle, LabelledGroups, ShareOptimizer
 from everybit_torch.fsdp2.main_gradients import MainGradient
 from everybit_torch.fsdp2.outer_rows import OuterRows
-from everybit_torch.fsdp2.validation import Judged
+from everybit_torch.fsdp2.validation import JudgedUnits
 from everybit_torch.sharded.labelling import LabelledTransform
 
 
-class FSDP2Stepper(Cycle):
+class FSDP2Stepper(GradientCycle):
     """Steps a model that FSDP2 shards; see :class:`~everybit_torch.FlatStepper`, which makes it.
 
     Args:
@@ -30,7 +30,7 @@ class FSDP2Stepper(Cycle):
         judged: The judged options.
     """
 
-    def __init__(self, model: nn.Module, judged: Judged) -> None:
+    def __init__(self, model: nn.Module, judged: JudgedUnits) -> None:
         options, device = judged.options, judged.device
         parameters = {name: p for name, p in model.named_parameters() if name in judged.homes}
         super().__init__(model, parameters, judged.ranks, device, judged.labelled, options.nan, compile=options.compile)

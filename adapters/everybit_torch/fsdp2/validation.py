@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from everybit.base import dtype_name
 from everybit.combinators import needs_whole_tensors
 from everybit.policies import LOW, resolve
-from everybit_torch.collectives import Communicator, Grads, Mesh, communicators
+from everybit_torch.collectives import Communicator, GradientWires, Mesh, communicators
 from everybit_torch.fsdp2.units import Unit, homes_of, is_sharded, require_shardable, shard, sharded_modules, units_of
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, Transforms, label_parameters
@@ -24,7 +24,7 @@ from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedUnits:
     """Options that can work, and a model that is sharded.
 
     Attributes:
@@ -46,18 +46,18 @@ class Judged:
     homes: Mapping[str, str]
     units: Sequence[Unit]
     labelled: Labelled
-    grads: Mapping[str, Grads]
+    grads: Mapping[str, GradientWires]
     divisor: float
     options: StepperOptions
     mixed: bool
 
-    def grads_under(self, meaning: Mapping[str, LabelledTransform]) -> dict[str, Grads]:
+    def grads_under(self, meaning: Mapping[str, LabelledTransform]) -> dict[str, GradientWires]:
         """How gradients are kept and sent, by unit, under other policies."""
         dtypes = {name: p.dtype for unit in self.units for name, p in unit.trained.items()}
         return _grads(dtypes, self.homes, self.labelled.of, meaning, (self.ranks[0].size, self.ranks[1].size))
 
 
-def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> Judged:
+def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> JudgedUnits:
     """Look at all options, on all ranks; then shard the model, unless the user has.
 
     Args:
@@ -89,7 +89,7 @@ def judge(model: nn.Module, transform: Transforms, options: StepperOptions) -> J
     _send_first(model, plan.left_alone, (ranks[1], ranks[0]), device)
     if not is_sharded(model):
         shard(model, plan.modules, _inner_mesh(mesh), plan.left_alone)
-    return Judged(
+    return JudgedUnits(
         mesh,
         ranks,
         device,
@@ -123,7 +123,7 @@ class _Model:
     homes: Mapping[str, str]
     by_name: Mapping[str, nn.Parameter]
     labelled: Labelled
-    grads: Mapping[str, Grads]
+    grads: Mapping[str, GradientWires]
     divisor: float
     mixed: bool
 
@@ -226,15 +226,15 @@ def _grads(
     labels: Mapping[str, str],
     meaning: Mapping[str, LabelledTransform],
     sizes: tuple[int, int],
-) -> dict[str, Grads]:
+) -> dict[str, GradientWires]:
     """How gradients are kept and sent, by unit.
 
     Raises:
         ValueError: Two parameters of one unit have policies with different ``Grads``.
     """
-    found: dict[str, tuple[str, Grads]] = {}
+    found: dict[str, tuple[str, GradientWires]] = {}
     for name, dtype in dtypes.items():
-        own = Grads.of(resolve(meaning[labels[name]].policy, dtype_name(dtype, field=name)), *sizes)
+        own = GradientWires.of(resolve(meaning[labels[name]].policy, dtype_name(dtype, field=name)), *sizes)
         first, grads = found.setdefault(homes[name], (name, own))
         if grads != own:
             raise ValueError(

@@ -33,11 +33,11 @@ from everybit_torch.optim.state_dicts.saved_structure import Saved, read
 from everybit_torch.optim.states import ParameterState, States, state_replaced
 from everybit_torch.segments import Compile, require_compile
 from everybit_torch.streams import is_capturing
-from everybit_torch.torch_internals import optimizers as torch_optimizers
 from everybit_torch.torch_internals.dtensors import is_dtensor
+from everybit_torch.torch_internals.optimizers import LightOptimizer
 
 
-class TorchOptimizer(torch_optimizers.Optimizer):
+class TorchOptimizer(LightOptimizer):
     """Optimize a model's parameters by the transform that ``factory`` makes, stored as ``policy`` says.
 
     Everything written for ``torch.optim`` works on it: param groups, learning-rate schedulers, closures, hooks, ``state_dict``.

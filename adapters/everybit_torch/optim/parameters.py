@@ -17,7 +17,7 @@ from everybit_torch.dtensors import RowShards, axis_of, bits_of, first_element, 
 from everybit_torch.label_resolution import Decision
 from everybit_torch.memory import has_repeated_elements
 from everybit_torch.optim.groups import Group, Optimizers
-from everybit_torch.optim.planned import New, ParamGroups, Plan, Settled, parameters_of, planned, tied_by_memory
+from everybit_torch.optim.planned import New, ParamGroups, Settled, StatePlan, parameters_of, planned, tied_by_memory
 from everybit_torch.optim.states import States
 from everybit_torch.optim.visiting import Visited, Visiting, entries_of
 from everybit_torch.optim.visits import Visitor
@@ -172,7 +172,7 @@ class Parameters:
 
     def plan(
         self, param_groups: ParamGroups, wanted: frozenset[int], optimizers: Sequence[Optimizers] | None = None
-    ) -> Plan | None:
+    ) -> StatePlan | None:
         """Plan the state of every parameter without state. No parameter is changed. None: all parameters have state.
 
         A frozen parameter has no state until it is unfrozen; a parameter of a lazy module has no state until it has a shape.
@@ -193,7 +193,7 @@ class Parameters:
         present = [group.optimizers for group in self.groups] if optimizers is None else optimizers
         return planned(self._settled, self._counted, self._firsts, param_groups, wanted, present)
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: StatePlan) -> None:
         """Give parameters state as planned.
 
         Raises:

@@ -81,7 +81,7 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StatePlan:
     """A plan for parameters that have no state yet.
 
     Attributes:
@@ -102,7 +102,7 @@ def planned(
     param_groups: ParamGroups,
     wanted: frozenset[int],
     optimizers: Sequence[Optimizers],
-) -> Plan:
+) -> StatePlan:
     """Plan the state of every parameter without state. No parameter is changed.
 
     Args:
@@ -118,7 +118,7 @@ def planned(
         ValueError: Parameters that cannot be stepped.
     """
     tied = tied_by_memory(parameters_of(param_groups))
-    plan = Plan([], dict(counted), [])
+    plan = StatePlan([], dict(counted), [])
     for number, (group, own, values) in enumerate(zip(settled, optimizers, param_groups, strict=True)):
         given = values["params"]
         _require_none_gone(number, group, given)

@@ -268,12 +268,12 @@ class Visits:
         for one, rows in back.received_back():
             local(one.parameter).detach().copy_(rows)
 
-    def _kinds(self, of: Of) -> list[_Kind]:
+    def _kinds(self, of: Of) -> list[_Sent]:
         """The tensors that are computed of the parameters, the same on every rank."""
-        found: dict[tuple[str, torch.dtype, bool], _Kind] = {}
+        found: dict[tuple[str, torch.dtype, bool], _Sent] = {}
         for one in self.visitors:
             for name, value in of(one.shadow()).items():
-                kind = found.setdefault((name, value.dtype, value.ndim > 0), _Kind(name, value.dtype, {}))
+                kind = found.setdefault((name, value.dtype, value.ndim > 0), _Sent(name, value.dtype, {}))
                 kind.shapes[one] = tuple(value.shape)
         return list(found.values())
 
@@ -288,7 +288,7 @@ def entries_of(segment: Segment) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Sent:
     """An entry of the state, of those parameters that have it.
 
     Tensors travel as bytes, because neither gloo nor NCCL sends int16; numbers travel as they are.

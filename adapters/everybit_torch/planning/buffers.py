@@ -14,11 +14,11 @@ import everybit as eb
 from everybit.base import Blocks, Scattered, dtype_name
 from everybit.policies import resolve, short
 from everybit.stepping import Metrics, nbytes
-from everybit_torch.collectives import Grads
+from everybit_torch.collectives import GradientWires
 from everybit_torch.compiled import is_number
 from everybit_torch.flat import Buffer
 from everybit_torch.planning.allocations import AllocationCounter
-from everybit_torch.planning.report import Plan, Run, distribution, in_order, kept_by
+from everybit_torch.planning.report import Plan, PlannedRun, distribution, in_order, kept_by
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction, sent_by_sum
 from everybit_torch.segments import PIECE, Segment, Work, find_totals, indices, most_short, neighbours, piece_size
 from everybit_torch.sharded.hyperparameters import hyperparameters
@@ -34,13 +34,13 @@ SMALL = 16
 class _Part:
     """A buffer as the planned rank has it: its share, with positions in it, and whether other ranks have other elements."""
 
-    def __init__(self, buffer: Buffer, labelled: Labelled, run: Run) -> None:
+    def __init__(self, buffer: Buffer, labelled: Labelled, run: PlannedRun) -> None:
         where, spec = buffer.share(run.ranks.inner_rank if run.kind.state else 0), buffer.places[0].spec
         self.buffer, self.device = buffer, run.device
         self.share, self.places = where.stop - where.start, [place.within(where) for place in buffer.places]
         self.label: LabelledTransform = labelled.meaning[spec.label]
         self.resolved = resolve(self.label.policy, dtype_name(spec.dtype, field=spec.name))
-        self.grads = Grads.of(self.resolved, run.ranks.inner, run.ranks.outer)
+        self.grads = GradientWires.of(self.resolved, run.ranks.inner, run.ranks.outer)
         self.is_shared = run.kind.state and run.ranks.inner > 1
         self.dtype, self.is_whole = spec.dtype, spec.is_whole
 
@@ -76,7 +76,9 @@ class _Part:
         return found
 
 
-def plan_buffers(parameters: Mapping[str, Tensor], buffers: Sequence[Buffer], labelled: Labelled, run: Run) -> Plan:
+def plan_buffers(
+    parameters: Mapping[str, Tensor], buffers: Sequence[Buffer], labelled: Labelled, run: PlannedRun
+) -> Plan:
     """Plan one rank.
 
     Args:
@@ -114,7 +116,7 @@ def plan_buffers(parameters: Mapping[str, Tensor], buffers: Sequence[Buffer], la
     )  # fmt: skip
 
 
-def _wire(parts: Sequence[_Part], run: Run) -> dict[str, int]:
+def _wire(parts: Sequence[_Part], run: PlannedRun) -> dict[str, int]:
     """Bytes that this rank sends in a step, by collective."""
     kind, ranks, found = run.kind, run.ranks, Counter[str]()
     passes = run.microbatches if kind.grads else 1
@@ -134,7 +136,7 @@ def _wire(parts: Sequence[_Part], run: Run) -> dict[str, int]:
     return {name: size for name, size in found.items() if size}
 
 
-def _under_way(parts: Sequence[_Part], run: Run) -> int:
+def _under_way(parts: Sequence[_Part], run: PlannedRun) -> int:
     """Bytes of all reductions of a pass at once: copies that are sent, and the input of an exact sum."""
     nbytes = 0
     for one in parts:
@@ -145,7 +147,7 @@ def _under_way(parts: Sequence[_Part], run: Run) -> int:
     return nbytes
 
 
-def _step(parts: Sequence[_Part], run: Run) -> int:
+def _step(parts: Sequence[_Part], run: PlannedRun) -> int:
     """The most bytes that the step of one segment takes. Compiled code has no temporaries where parameters are cut."""
     known: dict[tuple[str, torch.dtype, tuple[int, ...]], int] = {}
     for one in parts:

@@ -28,7 +28,7 @@ from everybit_torch.collectives import sizes_of
 from everybit_torch.flat import BufferStepper, laid_out
 from everybit_torch.fsdp2 import FSDP2Stepper, homes_of
 from everybit_torch.planning.buffers import plan_buffers
-from everybit_torch.planning.report import Plan, Ranks, Run
+from everybit_torch.planning.report import Plan, PlannedRun, Ranks
 from everybit_torch.planning.rows import plan_units
 from everybit_torch.sharded.labelling import Labelled, Transforms, label_parameters
 from everybit_torch.sharded.models import find_units, ignored_ids, require_model, require_some
@@ -48,7 +48,7 @@ def plan_stepper(engine: BufferStepper | FSDP2Stepper, microbatches: int) -> Pla
     ranks = Ranks(engine.inner.size, engine.outer.size, engine.inner.rank, engine.outer.rank)
     device = next(iter(engine.parameters.values())).device
     metrics = engine.as_optimizer().metrics_enabled
-    run = Run(options.sharding, ranks, microbatches, metrics, options.compile, device)
+    run = PlannedRun(options.sharding, ranks, microbatches, metrics, options.compile, device)
     if isinstance(engine, BufferStepper):
         return plan_buffers(engine.parameters, engine.judged.buffers, labelled, run)
     return plan_units(engine.parameters, engine.judged.homes, labelled, run)
@@ -106,7 +106,7 @@ def plan(
     if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
         raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
     there = Ranks(inner_size, outer_size, inner_rank, outer_rank)
-    run = Run(chosen.sharding, there, microbatches, metrics, chosen.compile, torch.device(device))
+    run = PlannedRun(chosen.sharding, there, microbatches, metrics, chosen.compile, torch.device(device))
     require_model(model)
     left_alone, modules = ignored_ids(model, chosen.ignored), find_units(model, chosen.units)
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in left_alone}

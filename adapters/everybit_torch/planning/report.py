@@ -26,7 +26,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlannedRun:
     """A training run that is planned.
 
     Attributes:
@@ -47,7 +47,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeTensors:
+class WholeShares:
     """How whole tensors are distributed over the ranks that step different parameters, numbered as in the mesh.
 
     Attributes:
@@ -83,7 +83,7 @@ class WholeTensors:
         )
 
 
-def distribution(buffers: Sequence[Buffer], ranks: int) -> WholeTensors | None:
+def distribution(buffers: Sequence[Buffer], ranks: int) -> WholeShares | None:
     """Return the distribution of the whole tensors of a layout over so many ranks; None without whole tensors."""
     work, elements = [0.0] * ranks, [0] * ranks
     owned = [(buffer, place) for buffer in buffers for place in buffer.places if place.spec.is_whole and place.numel]
@@ -92,7 +92,7 @@ def distribution(buffers: Sequence[Buffer], ranks: int) -> WholeTensors | None:
             if place.within(buffer.share(rank)).numel:
                 work[rank] += place.spec.cost or place.numel
                 elements[rank] += place.numel
-    return WholeTensors(len(owned), tuple(work), tuple(elements)) if owned else None
+    return WholeShares(len(owned), tuple(work), tuple(elements)) if owned else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Plan:
     wire: Mapping[str, int]
     microbatches: int = field(default=1)
     weights: Mapping[str, int] = field(default_factory=dict)
-    whole_tensors: WholeTensors | None = field(default=None)
+    whole_tensors: WholeShares | None = field(default=None)
 
     @property
     def persistent_bytes(self) -> int:

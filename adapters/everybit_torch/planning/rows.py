@@ -14,9 +14,9 @@ import everybit as eb
 from everybit.base import dtype_name
 from everybit.policies import resolve, short
 from everybit.stepping import Metrics, OptimizerState, nbytes
-from everybit_torch.collectives import Grads
+from everybit_torch.collectives import GradientWires
 from everybit_torch.dtensors import row_edges
-from everybit_torch.planning.report import Plan, Ranks, Run, in_order, kept_by
+from everybit_torch.planning.report import Plan, PlannedRun, Ranks, in_order, kept_by
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction
 from everybit_torch.segments import PIECE
 from everybit_torch.sharded.labelling import Labelled
@@ -26,7 +26,7 @@ STEPPED = 6
 """Temporary float32 tensors that a step of a piece has at once, as an estimate: weights, gradient, and both moments, old and new."""
 
 
-def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], labelled: Labelled, run: Run) -> Plan:
+def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], labelled: Labelled, run: PlannedRun) -> Plan:
     """Plan one rank.
 
     Args:
@@ -40,7 +40,7 @@ def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], label
     formats: Counter[str] = Counter()
     weights: Counter[str] = Counter()  # bytes of a unit, gathered
     gradients: Counter[str] = Counter()  # elements that a rank keeps of a unit's
-    grads: dict[str, Grads] = {}
+    grads: dict[str, GradientWires] = {}
     largest = padding = 0
     for name, p in parameters.items():
         shape, unit = tuple(p.shape) or (1,), homes[name]
@@ -55,7 +55,7 @@ def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], label
         one = labelled.meaning[labelled.of[name]]
         resolved = resolve(one.policy, dtype_name(p.dtype, field=name))
         formats[short(resolved.params)] += p.numel()
-        grads[unit] = Grads.of(resolved, ranks.inner, ranks.outer)
+        grads[unit] = GradientWires.of(resolved, ranks.inner, ranks.outer)
         gradients[unit] += padded
         whole = torch.empty(shape, dtype=p.dtype, device="meta")
         persistent.update(kept_by(_state(eb.Optimizer(one.transform, one.policy), whole, kind, ranks), resolved))
@@ -91,7 +91,7 @@ def _state(optimizer: eb.Optimizer[Any], whole: Tensor, kind: Sharding, ranks: R
 
 
 def _wire(
-    weights: Mapping[str, int], gradients: Mapping[str, int], grads: Mapping[str, Grads], run: Run
+    weights: Mapping[str, int], gradients: Mapping[str, int], grads: Mapping[str, GradientWires], run: PlannedRun
 ) -> dict[str, int]:
     """Bytes that a rank sends in a step, by collective."""
     kind, ranks, microbatches, found = run.kind, run.ranks, run.microbatches, Counter[str]()

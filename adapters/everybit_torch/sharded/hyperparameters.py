@@ -68,7 +68,7 @@ def with_hyperparameters(transform: eb.Transform[Any], values: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Factory:
+class WithNumbers:
     """Makes a transform with other numbers, by the names of the fields.
 
     Attributes:

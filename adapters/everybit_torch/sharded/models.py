@@ -41,11 +41,11 @@ def require_some(parameters: Iterable[nn.Parameter]) -> None:
         raise ValueError("model: has no parameters (that are not ignored); accepted is a module with at least one.")
 
 
-Units = Sequence[type[nn.Module] | nn.Module]
+UnitModules = Sequence[type[nn.Module] | nn.Module]
 """Modules of a model, and classes of modules."""
 
 
-def find_units(model: nn.Module, units: Units | None) -> dict[str, nn.Module]:
+def find_units(model: nn.Module, units: UnitModules | None) -> dict[str, nn.Module]:
     """The model and the modules that ``units`` selects, by name; the model first.
 
     Raises:

@@ -15,7 +15,7 @@ from everybit.stepping import Unsafe, with_policy
 from everybit_torch.collectives import Mesh
 from everybit_torch.optim import require_float64
 from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels
-from everybit_torch.sharded.models import Ignored, Units, require_free
+from everybit_torch.sharded.models import Ignored, UnitModules, require_free
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.strategies import OuterStrategy, PlainOptions, Sharding, Strategy, sharding
 
@@ -27,7 +27,7 @@ class StepperKeywords(TypedDict, total=False):
     mesh: Mesh
     strategy: Strategy | int
     outer: OuterStrategy
-    units: Units | None
+    units: UnitModules | None
     labels: Labels | None
     divisor: float | None
     nan: NanCheck
@@ -67,7 +67,7 @@ class StepperOptions(PlainOptions):
 
     policy: AnyPrecision = None
     mesh: Mesh = None
-    units: Units | None = None
+    units: UnitModules | None = None
     labels: Labels | None = None
     ignored: Ignored | None = None
 

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MARKS = "torch._compile"
 
 
-class Optimizer(torch.optim.Optimizer):
+class LightOptimizer(torch.optim.Optimizer):
     """``torch.optim.Optimizer``, which does not import Dynamo and Inductor for a model that is never compiled.
 
     torch marks some methods as not to be traced, and imports its compiler at the first call of one, which takes as long as

@@ -12,10 +12,10 @@ from everybit.optimizers.adam import adamw
 from everybit.optimizers.matrices import MATRICES, Matrices, Others, routed
 from everybit.protocol import Transform
 from everybit.transforms import (
+    MatrixScale,
     Norm,
-    Scale,
     Side,
-    Sides,
+    UnitSides,
     add_cautious_decay,
     add_decayed_weights,
     equalize,
@@ -43,10 +43,10 @@ def muon(
     momentum: Hyperparameter = 0.95,
     nesterov: bool = True,
     averaged: bool = True,
-    before: Sides | None = None,
+    before: UnitSides | None = None,
     iteration: NewtonSchulz = NEWTON_SCHULZ,
-    after: Sides | Callable[[MatrixView | None], Transform[Any]] | None = None,
-    scale: Scale = "original",
+    after: UnitSides | Callable[[MatrixView | None], Transform[Any]] | None = None,
+    scale: MatrixScale = "original",
     weight_decay: Hyperparameter = 0.1,
     decay_kind: Decay = "decoupled",
     max_learning_rate: Scalar | None = None,
@@ -85,9 +85,9 @@ def muon(
             no parameter has.
     """
     if before is not None:
-        require_word("before", before, Sides)
+        require_word("before", before, UnitSides)
     if not callable(after) and after is not None:
-        require_word("after", after, Sides)
+        require_word("after", after, UnitSides)
 
     def direction(seen: MatrixView | None) -> list[Transform[Any]]:
         given: list[Transform[Any]] = [] if before is None else [equalize(seen, before, 1e-8)]
@@ -156,7 +156,7 @@ def normuon(
     iteration: NewtonSchulz = NEWTON_SCHULZ,
     side: Side = "rows",
     norm: Norm = "kept",
-    scale: Scale = "original",
+    scale: MatrixScale = "original",
     weight_decay: Hyperparameter = 0.0,
     decay_kind: Decay = "decoupled",
     max_learning_rate: Scalar | None = None,

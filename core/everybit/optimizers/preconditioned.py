@@ -13,7 +13,7 @@ from everybit.transforms import (
     Correction,
     Damping,
     Grafting,
-    Scale,
+    MatrixScale,
     Trace,
     add_decayed_weights,
     scale_by_dion,
@@ -60,7 +60,7 @@ def soap(
         decay_moved: Decay weights after they have moved, and not at the first update, as the authors do. False: before, as AdamW.
         period: Updates between two refreshes of the bases.
         debias: Correct the bias of both means.
-        normalize: Scale each direction to a root mean square of 1.
+        normalize: MatrixScale each direction to a root mean square of 1.
         correction: ``"kl"``: that of KL-Shampoo.
         where: Which dimensions have a matrix; by default those of up to 10,000 rows, so that the output layer of a
             large vocabulary has one on one side. With its ``view``, of parameters seen so.
@@ -189,7 +189,7 @@ def dion(
     decay: Hyperparameter = 0.95,
     rank_divisor: int = 4,
     eps: Hyperparameter = 1e-8,
-    scale: Scale = "spectral_unclamped",
+    scale: MatrixScale = "spectral_unclamped",
     weight_decay: Hyperparameter = 0.01,
     others: Others = adamw,
     matrices: Matrices = MATRICES,

@@ -28,7 +28,7 @@ __all__ = [
     "VERSION",
     "VERSION_KEY",
     "WEIGHTS",
-    "Cut",
+    "CutRule",
     "Entry",
     "Role",
     "cut",
@@ -45,7 +45,7 @@ VERSION_KEY = "format_version"
 Role = Literal["weights", "slot", "shared"]
 """The role of an entry: a part of the weights beside the model's own tensor, a slot, or a value that parameters stepped together share."""
 
-Cut = Literal["element", "tensor", "copy"] | int
+CutRule = Literal["element", "tensor", "copy"] | int
 """How an entry may be cut where its parameter is.
 
 ``"element"``: anywhere, as the parameter's own elements. A number: at multiples of so many of the parameter's elements, counted from its
@@ -68,7 +68,7 @@ class Entry:
     name: str
     role: Role
     part: PartSpec | None
-    cut: Cut
+    cut: CutRule
     leading: bool = True
 
     @property
@@ -122,7 +122,7 @@ def entries(layout: Layout, state: OptimizerState[Any], *, decoded: bool = False
 def _of_row(row: Row, role: Role, parts: Iterable[tuple[PartSpec, Tensor]]) -> Iterator[tuple[Entry, Tensor]]:
     for number, (part, x) in enumerate(parts):
         leads = number == 0 and role == "slot"
-        cut: Cut = "tensor" if row.factor is not None else "element" if part.block == 1 else part.block
+        cut: CutRule = "tensor" if row.factor is not None else "element" if part.block == 1 else part.block
         yield Entry(row.name if leads else f"{row.name}.{part.name}", role, part, cut, leads), x
 
 

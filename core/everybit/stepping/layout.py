@@ -64,7 +64,7 @@ class Row:
         return self.format.decode(parts, shape, self.stored.policy.compute)
 
 
-class Bits(NamedTuple):
+class Draws(NamedTuple):
     """The random bits of one step.
 
     Attributes:
@@ -167,7 +167,7 @@ class Layout:
         ]
 
     def encode(
-        self, leaves: Sequence[Tensor], weights: Sequence[Tensor], values: Sequence[Tensor], bits: Bits
+        self, leaves: Sequence[Tensor], weights: Sequence[Tensor], values: Sequence[Tensor], draws: Draws
     ) -> tuple[Any, Any, Any]:
         """Return what is stored: the parameters, the parts that the model does not hold, and the transform's state.
 
@@ -175,20 +175,20 @@ class Layout:
             ValueError: A value with another shape than its parameter, or in another dtype than the compute dtype. The message names the
                 path.
         """
-        parts = [self._encoded(row, x, x.shape, bits) for row, x in zip(self.weights, weights, strict=True)]
+        parts = [self._encoded(row, x, x.shape, draws) for row, x in zip(self.weights, weights, strict=True)]
         inner: list[Tensor] = []
         for row, x in zip(self.state, values, strict=True):
-            inner += [x] if row.stored is None else self._encoded(row, x, leaves[row.leaf].shape, bits)
+            inner += [x] if row.stored is None else self._encoded(row, x, leaves[row.leaf].shape, draws)
         extra = [x for of_one in parts for x in of_one[1:]]
         return self.params.tree([of_one[0] for of_one in parts]), self.extra.tree(extra), self.packed.tree(inner)
 
-    def bits(self, leaves: Sequence[Tensor], seed: int | Tensor, step: Tensor, first: FirstElement) -> Bits:
+    def draws(self, leaves: Sequence[Tensor], seed: int | Tensor, step: Tensor, first: FirstElement) -> Draws:
         """The random bits of a step."""
         drawn: list[list[Tensor]] = [[] for _ in leaves]
         models = [one.model for one in self.formats]
-        return Bits(seed, step, first, Numbering.through(leaves, first, models), drawn)
+        return Draws(seed, step, first, Numbering.through(leaves, first, models), drawn)
 
-    def _encoded(self, row: Row, x: Tensor, shape: torch.Size, bits: Bits) -> Parts:
+    def _encoded(self, row: Row, x: Tensor, shape: torch.Size, draws: Draws) -> Parts:
         assert row.stored is not None
         assert row.format is not None
         if row.factor is None and x.shape != shape:
@@ -200,8 +200,8 @@ class Layout:
                 f"{self.path(row)}: got {x.dtype}; accepted before encoding is {row.stored.policy.compute}."
             )
         # Zeros in gaps, where a step may have computed anything, and which scales of blocks must not see.
-        kept = bits.first.filled(x) if isinstance(bits.first, Blocks) else x
-        parts = row.format.encode(kept, bits.key(row))
+        kept = draws.first.filled(x) if isinstance(draws.first, Blocks) else x
+        parts = row.format.encode(kept, draws.key(row))
         if type(row.format) not in BUILT_IN and not _fits(parts, row.parts, x.shape):
             raise ValueError(
                 f"{self.path(row)}: {row.format}.encode returned [{_listed(parts)}] for a value of shape {tuple(x.shape)}; accepted is what"

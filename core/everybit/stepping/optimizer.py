@@ -228,8 +228,8 @@ class Optimizer(Generic[S]):
         require_cut(self.transform, inner, params)
         self._require_declared(inner)
         layout = Layout.of(params, formats, inner)
-        bits = layout.bits(leaves, self.seed, step, _first(ctx))
-        _, extra, packed = layout.encode(leaves, weights, layout.open.leaves(inner), bits)
+        draws = layout.draws(leaves, self.seed, step, _first(ctx))
+        _, extra, packed = layout.encode(leaves, weights, layout.open.leaves(inner), draws)
         return separated(OptimizerState(step, extra, packed), params)
 
     def _require_declared(self, inner: S) -> None:
@@ -322,17 +322,17 @@ class Optimizer(Generic[S]):
             layout.params.tree(lists.grads),
             layout.open.tree(stored),
         )
-        bits = layout.bits(lists.leaves, self.seed, step, 0 if ctx is None else ctx.first_element)
+        draws = layout.draws(lists.leaves, self.seed, step, 0 if ctx is None else ctx.first_element)
         unwritten = Unwritten({"grads": lists.grads, "state": stored, "params": weights})
 
         def applied(updates: Any, inner: S) -> StepTrace:
             unwritten.require(self.transform, grads=wide_grads, state=inner, params=before)
             moves = _moves(updates, before, layout)
             after = [x + u for x, u in zip(weights, moves, strict=True)]
-            new, extra, packed = layout.encode(lists.leaves, after, _values(self.transform, inner, layout), bits)
+            new, extra, packed = layout.encode(lists.leaves, after, _values(self.transform, inner, layout), draws)
             return StepTrace(new, OptimizerState(step, extra, packed), before, wide_grads, updates, after)
 
-        inside = replace(ctx or Context(), seed=self.seed, numbering=bits.numbering if self.draws else ()).at(step)
+        inside = replace(ctx or Context(), seed=self.seed, numbering=draws.numbering if self.draws else ()).at(step)
         return enter(self.transform, wide_grads, inner, before, inside, applied)
 
     def ask(
@@ -458,7 +458,7 @@ class Optimizer(Generic[S]):
         layout = Layout.of(params, formats, inner)
         wide = tree.leaves(widened(weights, params, formats, name="weights"))
         values = layout.open.leaves(inner)
-        return layout.encode(leaves, wide, values, layout.bits(leaves, self.seed, step, _first(ctx)))
+        return layout.encode(leaves, wide, values, layout.draws(leaves, self.seed, step, _first(ctx)))
 
     def bytes_table(self, params: object) -> dict[str, int]:
         """Return the bytes that persist between steps for these parameters, by use, without allocating them.

@@ -26,7 +26,7 @@ from everybit.base import (
 from everybit.linalg import MatrixView, orthonormal, product, view_for
 from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 from everybit.protocol.context import ONCE
-from everybit.transforms.matrix_wise import Scale, require_scale, scaled
+from everybit.transforms.matrix_wise import MatrixScale, require_scale, scaled
 
 P = TypeVar("P")
 
@@ -72,7 +72,7 @@ class ScaleByDion(WholeTensors):
     decay: Share = 0.95
     rank_divisor: Count = 4
     eps: NonNegative = 1e-8
-    scale: Scale = "spectral_unclamped"
+    scale: MatrixScale = "spectral_unclamped"
     view: MatrixView | None = None
 
     def __post_init__(self) -> None:

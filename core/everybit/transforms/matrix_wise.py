@@ -21,7 +21,7 @@ P = TypeVar("P")
 ScaleName = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 """Published factors of an orthogonal update, by torch's names."""
 
-Scale = ScaleName | Scalar | Callable[[int, int], float]
+MatrixScale = ScaleName | Scalar | Callable[[int, int], float]
 """The factor of an orthogonal update: a published one, a number, or a function of rows and columns."""
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -43,7 +43,7 @@ def require_scale(scale: object) -> None:
         )
 
 
-def scaled(batch: Tensor, scale: Scale, shape: Sequence[int]) -> Tensor:
+def scaled(batch: Tensor, scale: MatrixScale, shape: Sequence[int]) -> Tensor:
     """A batch of updates times the factor of their rows and columns, the last two of a shape."""
     rows, columns = shape[-2:]
     if isinstance(scale, str):
@@ -150,7 +150,7 @@ class ScaleByShape(Stateless):
         ValueError: A name of no factor; from ``init``, a parameter that cannot be seen so.
     """
 
-    scale: Scale = "original"
+    scale: MatrixScale = "original"
 
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)

@@ -27,13 +27,13 @@ from everybit.base import (
 )
 from everybit.linalg import NewtonSchulz, factored
 from everybit.protocol import ALONE, Context, SlotDecay
-from everybit.transforms.matrix_wise import MatrixWise, Scale, Stateless, alone, from_shape, require_scale, scaled
+from everybit.transforms.matrix_wise import MatrixScale, MatrixWise, Stateless, alone, from_shape, require_scale, scaled
 from everybit.transforms.updates import Empty
 
 P = TypeVar("P")
 
 
-Sides = Literal["rows", "columns", "both", "rows_then_columns", "columns_then_rows"]
+UnitSides = Literal["rows", "columns", "both", "rows_then_columns", "columns_then_rows"]
 """What gets the length 1: ``"both"`` at once, from the lengths before, or one after the other."""
 
 
@@ -62,7 +62,7 @@ class Equalize(Stateless):
         Chang et al. 2026, https://arxiv.org/abs/2603.28254 (before); Zhang et al. 2026, https://arxiv.org/abs/2602.21545 (after).
     """
 
-    sides: Sides = "rows"
+    sides: UnitSides = "rows"
     eps: NonNegative = 1e-8
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
@@ -119,7 +119,7 @@ class Orthogonalize(Stateless):
     """
 
     iteration: NewtonSchulz = field(default_factory=NewtonSchulz)  # a default that torch 2.11 traces
-    scale: Scale = "original"
+    scale: MatrixScale = "original"
 
     def __post_init__(self) -> None:
         MatrixWise.__post_init__(self)

@@ -15,7 +15,7 @@ from everybit.transforms.updates import Empty, Memoryless
 P = TypeVar("P")
 
 
-class _PerTensor(Memoryless, Elementwise):
+class _ByTensor(Memoryless, Elementwise):
     """Base class of transforms that request numbers of each whole parameter, and may be cut anywhere all the same."""
 
     __slots__ = ()
@@ -24,7 +24,7 @@ class _PerTensor(Memoryless, Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByTrustRatio(_PerTensor):
+class ScaleByTrustRatio(_ByTensor):
     r"""Multiply each parameter's update by the ratio of the parameter's norm to the update's.
 
     .. math::
@@ -67,7 +67,7 @@ class ScaleByTrustRatio(_PerTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByLars(_PerTensor):
+class ScaleByLars(_ByTensor):
     r"""Add weight decay to the gradient, and scale both by a trust ratio of the gradient alone.
 
     .. math::

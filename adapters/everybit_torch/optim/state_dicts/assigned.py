@@ -9,7 +9,7 @@ from torch import Tensor
 
 from everybit.stepping.entries import STEP
 from everybit_torch.optim.interfaces import Front
-from everybit_torch.optim.planned import Plan
+from everybit_torch.optim.planned import StatePlan
 from everybit_torch.optim.state_dicts.full_precision import fill
 from everybit_torch.optim.state_dicts.saved_structure import names
 from everybit_torch.optim.state_dicts.state_schema import expectations, require_entry
@@ -19,7 +19,7 @@ Assigned = Mapping[int, Mapping[str, Tensor]]
 """Entries of the optimizer's own, under its own names, by id of the parameter."""
 
 
-def judge(front: Front, plan: Plan) -> Assigned:
+def judge(front: Front, plan: StatePlan) -> Assigned:
     """Find what was assigned for parameters that are about to get their state. Names may be torch's (``exp_avg``).
 
     Args:

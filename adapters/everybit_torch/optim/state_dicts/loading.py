@@ -22,11 +22,11 @@ from everybit_torch.optim.common_numbers import spread
 from everybit_torch.optim.groups import Optimizers, require_alike
 from everybit_torch.optim.hyperparameters import require_same_decisions, require_same_view, start_with
 from everybit_torch.optim.interfaces import Front
-from everybit_torch.optim.planned import Plan, parameters_of
+from everybit_torch.optim.planned import StatePlan, parameters_of
 from everybit_torch.optim.state_dicts import full_precision
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import FROZEN_REMAINDERS, NOT_SAVED, Saved, copied, names, shown
-from everybit_torch.optim.state_dicts.state_schema import Kind, expectations, require_entry
+from everybit_torch.optim.state_dicts.state_schema import EntryKind, expectations, require_entry
 from everybit_torch.optim.states import KEPT, is_own_name, keeps_frozen_remainder
 from everybit_torch.torch_internals.dtensors import local
 
@@ -64,7 +64,7 @@ class Loaded:
     """
 
     settings: Settings
-    plan: Plan | None
+    plan: StatePlan | None
     own: dict[int, dict[str, Tensor]]
     kept: dict[int, dict[Any, Any]]
     elsewhere: dict[Hashable, Any]
@@ -253,7 +253,7 @@ def _lacking(front: Front, saved: Saved, own: Mapping[int, object]) -> tuple[str
 
 
 def _require_names(
-    position: int, given: Mapping[Any, Any], kinds: Mapping[str, Kind], torchs: frozenset[str], *, full: bool
+    position: int, given: Mapping[Any, Any], kinds: Mapping[str, EntryKind], torchs: frozenset[str], *, full: bool
 ) -> None:
     needed = {name for name in kinds if not (full and name == WEIGHTS)}
     strange = [name for name in given if name not in kinds and is_own_name(name)]

@@ -18,7 +18,7 @@ from everybit_torch.label_resolution import applied
 from everybit_torch.memory import has_memory
 from everybit_torch.optim.groups import Optimizers
 from everybit_torch.optim.parameters import Parameters
-from everybit_torch.optim.planned import Plan
+from everybit_torch.optim.planned import StatePlan
 from everybit_torch.optim.state_dicts.saved_structure import shown
 from everybit_torch.optim.structure import skeleton
 from everybit_torch.segments import Segment
@@ -35,7 +35,7 @@ _FROM_ELSEWHERE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class EntryKind:
     """The requirements on an entry of a state dict.
 
     Attributes:
@@ -55,8 +55,8 @@ class Kind:
 
 
 def expectations(
-    parameters: Parameters, optimizers: Sequence[Optimizers], plan: Plan | None, *, full: bool
-) -> dict[int, dict[str, Kind]]:
+    parameters: Parameters, optimizers: Sequence[Optimizers], plan: StatePlan | None, *, full: bool
+) -> dict[int, dict[str, EntryKind]]:
     """Return, by id of the parameter, the entries of every parameter that is stepped, or will be.
 
     Args:
@@ -65,8 +65,8 @@ def expectations(
         plan: The plan of parameters that have no state yet.
         full: Whether in full precision: decoded state, and the weights.
     """
-    found: dict[int, dict[str, Kind]] = {}
-    known: dict[Any, dict[str, Kind]] = {}
+    found: dict[int, dict[str, EntryKind]] = {}
+    known: dict[Any, dict[str, EntryKind]] = {}
     made: dict[Any, eb.Optimizer[Any]] = {}
     wanted: list[tuple[Tensor, eb.Optimizer[Any]]] = []
     for stepped in parameters.stepped:
@@ -93,26 +93,28 @@ def expectations(
     return found
 
 
-def _kinds(parameter: Tensor, stored: Resolved, listed: list[tuple[Entry, Tensor]], *, full: bool) -> dict[str, Kind]:
+def _kinds(
+    parameter: Tensor, stored: Resolved, listed: list[tuple[Entry, Tensor]], *, full: bool
+) -> dict[str, EntryKind]:
     wide = torch_dtype(stored.policy.compute)
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, EntryKind] = {}
     for entry, value in listed:
         shape = entry.shape(parameter.shape, value.shape)
         # Of several parts the first is the number, rounded; codes of it may be anything.
         positive = entry.field.split("#")[0] == "variance" and entry.leading
         if entry.role == "shared":
-            kinds[entry.name] = Kind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
+            kinds[entry.name] = EntryKind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
         elif not full:
-            kinds[entry.name] = Kind(value.dtype, shape, positive=positive and value.is_floating_point())
+            kinds[entry.name] = EntryKind(value.dtype, shape, positive=positive and value.is_floating_point())
         elif entry.role == "slot" and entry.leading:
             own = shape if entry.cut == "tensor" else parameter.shape
-            kinds[entry.name] = Kind(wide, tuple(own), positive=positive)
+            kinds[entry.name] = EntryKind(wide, tuple(own), positive=positive)
     if full:
-        kinds[WEIGHTS] = Kind(wide, tuple(parameter.shape))
+        kinds[WEIGHTS] = EntryKind(wide, tuple(parameter.shape))
     return kinds
 
 
-def require_entry(where: str, value: Any, kind: Kind, parameter: Tensor, *, full: bool) -> Tensor:
+def require_entry(where: str, value: Any, kind: EntryKind, parameter: Tensor, *, full: bool) -> Tensor:
     """The value of an entry, as a tensor that may be copied into the optimizer's."""
     if kind.count:
         return torch.tensor(as_count(where, value), dtype=torch.int64)

@@ -58,16 +58,16 @@ def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
         chooses = any(isinstance(one, (Masked, Partition)) for one in transforms_in(transform))
         joins = anywhere and not chooses and not any_per_tensor([transform])
         for joined in (False, True) if joins else (False,):
-            pieces = [_Piece(a, b, flat, joined) for a, b in itertools.pairwise(edges)]
+            pieces = [_Shard(a, b, flat, joined) for a, b in itertools.pairwise(edges)]
             pieces.append(pieces[0]._replace(counted=False))
             what = f"{promises(transform)}: {size} {dtype} elements on shards that begin at {tuple(edges[:-1])}"
             _check_pieces(with_policy(transform, policy), params, pieces, what)
 
 
-def _check_pieces(optimizer: Optimizer[Any], params: Any, pieces: list[_Piece], what: str) -> None:
+def _check_pieces(optimizer: Optimizer[Any], params: Any, pieces: list[_Shard], what: str) -> None:
     state = optimizer.init(params)
     parts = [piece.of(params) for piece in pieces]
-    whole = _Piece(0, sum(leaf.numel() for leaf in tree.leaves(params)), flat=False)
+    whole = _Shard(0, sum(leaf.numel() for leaf in tree.leaves(params)), flat=False)
     states = [optimizer.init(part, piece.context()) for piece, part in zip(pieces, parts, strict=True)]
     for step in (1, 2):
         grads = example_grads(params, step)
@@ -104,7 +104,7 @@ def _shared(state: OptimizerState[Any]) -> list[Tensor]:
     return [state.step, *tree.leaves(tree.map_slots(lambda _name, _slot: None, state.inner))]
 
 
-class _Piece(NamedTuple):
+class _Shard(NamedTuple):
     """A rank's range of the elements of a tree, which lie end to end.
 
     Attributes:
@@ -139,7 +139,7 @@ class _Piece(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    piece: _Piece
+    piece: _Shard
     params: Any
     grads: Any
     state: OptimizerState[Any]

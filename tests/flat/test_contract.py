@@ -56,6 +56,23 @@ def test_metrics_are_those_of_all_ranks(strategy: Strategy) -> None:
         assert found == pytest.approx(expected, rel=2**-20)
 
 
+@FLAT
+def test_a_gradient_that_is_assigned_is_stepped_with(strategy: Strategy) -> None:
+    """As by code that makes its own clip or noise."""
+    found = []
+    for assigned in (False, True):
+        model, stepper = small(strategy)
+        for step in range(3):
+            with stepper.microbatch(last=True):
+                model(1 + step).backward()
+            for parameter in (p for group in stepper.as_optimizer().param_groups for p in group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.mul(-1) if assigned else parameter.grad.neg_()
+            stepper.step()
+        found.append(weights_of(model))
+    assert all(torch.equal(found[0][name], one) for name, one in found[1].items())
+
+
 def infinite(strategy: Strategy) -> list[str]:
     model, stepper = small(strategy, nan="param")
     before = weights_of(model)

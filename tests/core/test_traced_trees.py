@@ -8,6 +8,7 @@ import optree
 import optree.registry
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import everybit as eb
 from everybit.base import older_torch
@@ -42,3 +43,13 @@ def test_keys_of_dicts_are_equal_as_lists_are(monkeypatch: pytest.MonkeyPatch) -
         assert (right == one(left)) is equal
         assert (one(left) != one(right)) is not equal
     assert one(["a"]) != ("a",)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_step_is_traced_by_make_fx_also_with_lengths_that_are_symbols(mode: Any) -> None:
+    optimizer = eb.with_policy(eb.adamw(1e-2), "LEAN_BF16", seed=3)
+    params, grads = {"w": torch.randn(33).bfloat16()}, {"w": torch.randn(33).bfloat16()}
+    state = optimizer.init(params)
+    traced = make_fx(lambda p, g, s: eb.tree.leaves(optimizer.step(p, g, s)), tracing_mode=mode)(params, grads, state)
+    expected = eb.tree.leaves(optimizer.step(params, grads, state))
+    assert all(map(torch.equal, traced(params, grads, state), expected))

@@ -179,6 +179,15 @@ def test_a_structure_reads_trees_by_key_and_builds_them_in_its_own_order() -> No
         structure.leaves({"a": leaf(0)})
 
 
+def test_several_numbers_of_each_element_are_several_trees() -> None:
+    """A 0-d leaf keeps its dtype beside float64 coefficients, as in ``elementwise``; a tree without leaves has as many."""
+    half, params = torch.tensor(0.5, dtype=torch.float64), {"a": torch.tensor(4.0), "b": [torch.tensor([2.0])]}
+    halves, sums = tree.several(lambda x, y: (x * half, x + y), 2, params, params)
+    assert (numbers(halves), numbers(sums)) == ([2, 1], [8, 4])
+    assert {x.dtype for x in tree.leaves(halves)} == {torch.float32}
+    assert tree.several(lambda x: (x, x), 2, {"b": None}) == [{"b": None}, {"b": None}]
+
+
 def test_a_dataclass_may_become_a_state() -> None:
     @dataclass(frozen=True, slots=True)
     class Own:

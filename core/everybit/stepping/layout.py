@@ -7,7 +7,7 @@ cuts or counts the tensors of a state reads the same rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class Row:
         where: The tensors that it is stored as, among those of the state; of weights, among the parts that the model does not hold.
         stored: How its parameter is stored; None: a shared number, which is stored as it is.
         format: Its format.
+        parts: What the format makes of it.
         slot: The name of its slot.
         stream: Of the random bits that round it.
         lane: The stream of the word that it shares with other tensors, and which number of that word is its own.
@@ -46,15 +47,11 @@ class Row:
     where: slice
     stored: Resolved | None = None
     format: Format | None = None
+    parts: tuple[PartSpec, ...] = ()
     slot: str = ""
     stream: int = 0
     lane: tuple[int, Literal[0, 1, 2]] | None = None
     factor: str | None = None
-
-    @property
-    def parts(self) -> tuple[PartSpec, ...]:
-        """The parts that the format makes of it."""
-        return () if self.format is None else parts_of(self.format)
 
     def decode(self, parts: Parts, leaf: Tensor) -> Tensor:
         """Return the value in the compute dtype. A factor has the shape of its first part, which no parameter tells."""
@@ -134,26 +131,17 @@ class Layout:
             ValueError: A slot with another structure than the parameters', or stored parts that do not belong to the parameters under their
                 formats. Messages name the path.
         """
-        finder = _Finder(params, formats, is_stored=extra is not None, is_checked=is_checked)
+        counters = () if torch.compiler.is_compiling() else tree.paths(tree.map_slots(lambda *_: None, inner))
+        finder = _Finder(params, formats, counters, is_stored=extra is not None, is_checked=is_checked)
         weights = finder.weights(extra)
-        found = tree.map_slots(finder.slot, inner, lambda _: Row("", 0, slice(0)))
-        rows, _ = tree.flatten(found)
-        counters = [] if torch.compiler.is_compiling() else tree.paths(tree.map_slots(lambda *_: None, inner))
-        names, end = iter([f"{INNER}{path}" for path in counters]), 0
-        state: list[Row] = []
-        for row in rows:
-            name = row.name if row.stored is not None else next(names, "")
-            start, end = end, end + (1 if row.stored is None else len(row.parts))
-            state.append(replace(row, name=name, where=slice(start, end)))
-        return Layout(
-            tuple(formats),
-            tree.Structure.of(params),
-            tree.Structure.of(tree.replace(params, [(0,) * (len(row.parts) - 1) for row in weights])),
-            tree.Structure.of(tree.map(lambda row: 0 if len(row.parts) < 2 else (0,) * len(row.parts), found)),
-            tree.Structure.of(found),
-            tuple(weights),
-            tuple(state),
-        )
+        found = tree.map_slots(finder.slot, inner, finder.shared)
+        state: list[Any] = tree.leaves(found)
+        others, packed = extra, inner
+        if extra is None:
+            others = tree.replace(params, [(0,) * (len(row.parts) - 1) for row in weights])
+            packed = tree.map(lambda row: 0 if len(row.parts) < 2 else (0,) * len(row.parts), found)
+        of = tree.Structure.of
+        return Layout(tuple(formats), of(params), of(others), of(packed), of(found), tuple(weights), tuple(state))
 
     def decode_weights(self, leaves: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """Return the weights in the compute dtype, of the parameters and the tensors that the model does not hold."""
@@ -218,20 +206,25 @@ class Layout:
 class _Finder:
     """Finds the rows of parameters and of slots."""
 
-    def __init__(self, params: object, formats: Sequence[Resolved], *, is_stored: bool, is_checked: bool) -> None:
-        self._params, self._formats = params, formats
+    def __init__(
+        self, params: object, formats: Sequence[Resolved], counters: Sequence[str], *, is_stored: bool, is_checked: bool
+    ) -> None:
+        self._params, self._formats, self._counters = params, formats, iter(counters)
         self._is_stored, self._is_open = is_checked and is_stored, is_checked and not is_stored
         self._leaves = tree.leaves(params)
         self._slots: dict[str, int] = dict.fromkeys((STEP, WEIGHTS, INNER), 1)
         self._counts: dict[str, list[int]] = {}
+        self._streams: dict[str, int] = {}
+        self._end = 0
+
+    def shared(self, _: Tensor) -> Row:
+        """The row of a number that parameters share."""
+        return Row(f"{INNER}{next(self._counters, '')}", 0, self._next(1))
 
     def weights(self, extra: object) -> list[Row]:
         """The rows of the parameters."""
-        found: list[Row] = []
-        for index, one in enumerate(self._formats):
-            start = found[-1].where.stop if found else 0
-            where = slice(start, start + len(parts_of(one.params)) - 1)
-            found.append(self._row(WEIGHTS, index, one.params, "", "params", where=where))
+        found = [self._row(WEIGHTS, index, one.params, "", "params") for index, one in enumerate(self._formats)]
+        self._end = 0
         if not self._is_stored:
             return found
         try:
@@ -289,12 +282,22 @@ class _Finder:
         own: str,
         *,
         factor: str | None = None,
-        where: slice = slice(0),
     ) -> Row:
-        one = self._formats[leaf]
+        one, parts = self._formats[leaf], parts_of(format)
+        where = self._next(len(parts) - 1 if name == WEIGHTS else len(parts))
         number = None if factor is not None else _LANES.get(own)
-        lane = None if number is None else (stream(f"moments:{one.model}"), number)
-        return Row(name, leaf, where, one, format, slot, stream(f"{own}:{one.model}"), lane, factor)
+        lane = None if number is None else (self._stream(f"moments:{one.model}"), number)
+        return Row(name, leaf, where, one, format, parts, slot, self._stream(f"{own}:{one.model}"), lane, factor)
+
+    def _next(self, count: int) -> slice:
+        """The places of the next tensors."""
+        self._end += count
+        return slice(self._end - count, self._end)
+
+    def _stream(self, name: str) -> int:
+        if name not in self._streams:
+            self._streams[name] = stream(name)
+        return self._streams[name]
 
     def _path(self, leaf: int) -> str:
         return tree.paths(self._params)[leaf]

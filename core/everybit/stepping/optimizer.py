@@ -301,7 +301,11 @@ class Optimizer(Generic[S]):
         kind: Any = None
         if not torch.compiler.is_compiling() and of_params == of_grads and not isinstance(self.policy, ByLabel):
             kind = (*of_params, *of_extra, *of_inner, *map(_kind, [*leaves, *given, *extra, *inner]))
-            known: Layout | None = self.found.get(kind)
+            known: Layout | None = None
+            try:
+                known = self.found.get(kind)
+            except TypeError:  # lengths that are traced are no numbers
+                kind = None
             if known is not None:
                 wide = wide_gradients(given, leaves, known.formats)
                 if wide is not None:

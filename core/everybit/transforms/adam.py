@@ -123,24 +123,22 @@ class ScaleByAdam(Elementwise):
             else unbias_mean
         )
 
-        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
-        variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
+        def moved(g: Tensor, m: Tensor, v: Tensor, *greatest: Tensor) -> tuple[Tensor, ...]:
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
+            square = v
+            if greatest:
+                square = torch.maximum(v * unbias_square if self.amsgrad == "corrected" else v, *greatest)
+            kept = (m, v, square) if greatest else (m, v)
+            if self.amsgrad != "corrected" and not self.eps_before_correction:
+                square = square * unbias_square
+            norm = sqrt(square if is_zero(eps_root) else square + eps_root) + eps
+            return m / norm * unbias_both if self.eps_before_correction else (m * unbias_mean) / norm, *kept
 
-        def direction(m: Tensor, square: Tensor) -> Tensor:
-            return (m * unbias_mean) / (sqrt(square if is_zero(eps_root) else square + eps_root) + eps)
-
-        def corrected(m: Tensor, v: Tensor) -> Tensor:
-            if self.eps_before_correction:
-                return m / (sqrt(v if is_zero(eps_root) else v + eps_root) + eps) * unbias_both
-            return direction(m, v * unbias_square)
-
-        if not isinstance(state, AmsgradState):
-            return tree.elementwise(corrected, momentum, variance), AdamState(momentum, variance)
-        if self.amsgrad == "corrected":
-            greatest = tree.elementwise(lambda v, w: torch.maximum(v * unbias_square, w), variance, state.max_variance)
-            return tree.elementwise(direction, momentum, greatest), AmsgradState(momentum, variance, greatest)
-        greatest = tree.elementwise(torch.maximum, variance, state.max_variance)
-        return tree.elementwise(corrected, momentum, greatest), AmsgradState(momentum, variance, greatest)
+        if isinstance(state, AmsgradState):
+            moves, *kept = tree.several(moved, 4, updates, state.momentum, state.variance, state.max_variance)
+            return moves, AmsgradState(*kept)
+        moves, *kept = tree.several(moved, 3, updates, state.momentum, state.variance)
+        return moves, AdamState(*kept)
 
 
 scale_by_adam = ScaleByAdam
@@ -207,13 +205,12 @@ class ScaleByNadam(Elementwise):
         of_momentum = materialize(mu_next / (1 - product * mu_next))
         of_gradient = materialize((1 - mu) / (1 - product))
 
-        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
-        variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
+        def moved(g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
+            return (of_momentum * m + of_gradient * g) / (sqrt(v * unbias_square) + eps), m, v
 
-        def direction(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
-            return (of_momentum * m + of_gradient * g) / (sqrt(v * unbias_square) + eps)
-
-        return tree.elementwise(direction, updates, momentum, variance), NadamState(momentum, variance, product)
+        moves, momentum, variance = tree.several(moved, 3, updates, state.momentum, state.variance)
+        return moves, NadamState(momentum, variance, product)
 
 
 scale_by_nadam = ScaleByNadam
@@ -267,12 +264,12 @@ class ScaleByAdamax(Elementwise):
         b1, b2, eps = self.at(step, "b1", "b2", "eps")
         unbias = materialize(1 / bias_correction(b1, step))
 
-        def greatest(g: Tensor, n: Tensor) -> Tensor:
-            return torch.maximum(b2 * n, g.abs() + eps)
+        def moved(g: Tensor, m: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+            m, n = b1 * m + (1 - b1) * g, torch.maximum(b2 * n, g.abs() + eps)
+            return (m * unbias) / n, m, n
 
-        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
-        maximum = tree.elementwise(greatest, updates, state.maximum)
-        return tree.elementwise(lambda m, n: (m * unbias) / n, momentum, maximum), AdamaxState(momentum, maximum)
+        moves, momentum, maximum = tree.several(moved, 3, updates, state.momentum, state.maximum)
+        return moves, AdamaxState(momentum, maximum)
 
 
 scale_by_adamax = ScaleByAdamax
@@ -312,15 +309,15 @@ class ScaleByAdamAtan2(TwoMoments):
         b1, b2, a, b = self.at(step, "b1", "b2", "a", "b")
         unbias_mean, unbias_square = (materialize(1 / bias_correction(rate, step)) for rate in (b1, b2))
 
-        def angle(m: Tensor, v: Tensor) -> Tensor:
+        def moved(g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
             root = b * sqrt(v * unbias_square)
             known = root > 0
             slope = (m * unbias_mean) / torch.where(known, root, 1.0)
-            return a * torch.where(known, atan(materialize(slope)), torch.sign(m) * (math.pi / 2))
+            return a * torch.where(known, atan(materialize(slope)), torch.sign(m) * (math.pi / 2)), m, v
 
-        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
-        variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
-        return tree.elementwise(angle, momentum, variance), AdamState(momentum, variance)
+        moves, momentum, variance = tree.several(moved, 3, updates, state.momentum, state.variance)
+        return moves, AdamState(momentum, variance)
 
 
 scale_by_adam_atan2 = ScaleByAdamAtan2

@@ -80,15 +80,14 @@ class ScaleByRadam(TwoMoments):
         is_trusted, factor = rectification(b2, step, at(self.threshold, step, name="threshold"))
         unbias_mean, root = materialize(1 / bias_correction(b1, step)), materialize(sqrt(correction))
 
-        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
-        variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
-
-        def direction(m: Tensor, v: Tensor) -> Tensor:
+        def moved(g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
             mean = m * unbias_mean
             norm = sqrt(v) / root + eps if self.eps_after_correction else (sqrt(v) + eps) / root
-            return torch.where(is_trusted, factor * mean / norm, mean)
+            return torch.where(is_trusted, factor * mean / norm, mean), m, v
 
-        return tree.elementwise(direction, momentum, variance), AdamState(momentum, variance)
+        moves, momentum, variance = tree.several(moved, 3, updates, state.momentum, state.variance)
+        return moves, AdamState(momentum, variance)
 
 
 def rectification(b2: Scalar, step: Tensor, threshold: Scalar) -> tuple[Tensor, Tensor]:
@@ -141,15 +140,14 @@ class ScaleByBelief(TwoMoments):
         b1, b2, eps, eps_root = self.at(step, "b1", "b2", "eps", "eps_root")
         unbias_mean, unbias_square = (materialize(1 / bias_correction(b, step)) for b in (b1, b2))
 
-        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
-
-        def surprise(g: Tensor, m: Tensor, s: Tensor) -> Tensor:
+        def moved(g: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+            m = b1 * m + (1 - b1) * g
             error = g - m
-            return (b2 * s + (1 - b2) * (error * error)) + eps_root
+            s = (b2 * s + (1 - b2) * (error * error)) + eps_root
+            return (m * unbias_mean) / (sqrt(s * unbias_square) + eps), m, s
 
-        variance = tree.elementwise(surprise, updates, momentum, state.variance)
-        moved = tree.elementwise(lambda m, s: (m * unbias_mean) / (sqrt(s * unbias_square) + eps), momentum, variance)
-        return moved, AdamState(momentum, variance)
+        moves, momentum, variance = tree.several(moved, 3, updates, state.momentum, state.variance)
+        return moves, AdamState(momentum, variance)
 
 
 scale_by_belief = ScaleByBelief
@@ -205,15 +203,13 @@ class ScaleByYogi(Elementwise):
         b1, b2, eps = self.at(step, "b1", "b2", "eps")
         unbias_mean, unbias_square = (materialize(1 / bias_correction(b, step)) for b in (b1, b2))
 
-        def followed(g: Tensor, v: Tensor) -> Tensor:
-            square = g * g
-            # Rounded, the difference of nearly equal numbers may fall below zero, where there is no root.
-            return (v - (1 - b2) * torch.sign(v - square) * square).clamp(min=0.0)
+        def moved(g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            m, square = b1 * m + (1 - b1) * g, g * g
+            v = (v - (1 - b2) * torch.sign(v - square) * square).clamp(min=0.0)
+            return (m * unbias_mean) / (sqrt(v * unbias_square) + eps), m, v
 
-        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
-        variance = tree.elementwise(followed, updates, state.variance)
-        moved = tree.elementwise(lambda m, v: (m * unbias_mean) / (sqrt(v * unbias_square) + eps), momentum, variance)
-        return moved, AdamState(momentum, variance)
+        moves, momentum, variance = tree.several(moved, 3, updates, state.momentum, state.variance)
+        return moves, AdamState(momentum, variance)
 
 
 scale_by_yogi = ScaleByYogi

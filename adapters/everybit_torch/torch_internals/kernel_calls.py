@@ -60,7 +60,7 @@ class CompiledGraph:
             The calls. None: the graph does more than to call kernels, or it needs much memory of its own, or returns something. It is then
             not looked at again.
         """
-        call = self._call
+        call: Any = self._call
         if call is None:
             return None
         calls: list[_Call] = []

@@ -344,3 +344,21 @@ def test_a_slot_whose_shape_an_update_changes_is_refused(policy: eb.Policy) -> N
 def test_what_is_right_is_accepted_everywhere() -> None:
     testing.check_pure(lambda learning_rate: Right())
     testing.check_state_is_a_fixed_point(lambda learning_rate: Right())
+
+
+class Reversed(eb.Elementwise):
+    """Returns its updates with the keys in another order."""
+
+    def init(self, params: Any) -> tuple[()]:
+        return ()
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: Any = None) -> Any:
+        return dict(reversed([(key, -u) for key, u in updates.items()])), state
+
+
+def test_updates_are_added_to_the_parameters_of_their_keys() -> None:
+    params = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    optimizer = eb.with_policy(Reversed(), "FP32")
+    new, _ = optimizer.step(params, {"a": torch.ones(2), "b": torch.full((2,), 3.0)}, optimizer.init(params))
+    assert list(new) == ["a", "b"]
+    assert (new["a"].tolist(), new["b"].tolist()) == ([-1.0, -1.0], [-3.0, -3.0])

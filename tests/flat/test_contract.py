@@ -73,22 +73,6 @@ def test_a_gradient_that_is_assigned_is_stepped_with(strategy: Strategy) -> None
     assert all(torch.equal(found[0][name], one) for name, one in found[1].items())
 
 
-def infinite(strategy: Strategy) -> list[str]:
-    model, stepper = small(strategy, nan="param")
-    before = weights_of(model)
-    with stepper.microbatch(last=True):
-        (model(1) * (torch.inf if dist.get_rank() == 1 else 1.0) + model.unused.sum()).backward()
-    report = stepper.step()
-    assert report.skipped
-    assert all(torch.equal(one, before[name]) for name, one in weights_of(model).items())
-    return sorted({f"{one.rank} {one.stage}" for one in report.nonfinite})
-
-
-@FLAT
-def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_stepped(strategy: Strategy) -> None:
-    assert run(2, infinite, strategy) == [["1 backward"]] * 2
-
-
 def uneven() -> str:
     model, stepper = small("optim_grads")
     for number in range(2):
@@ -159,21 +143,3 @@ def test_what_is_about_one_rank_alone_is_refused(name: str, call: Callable[[Any]
     _, stepper = small("optim")
     with pytest.raises(RuntimeError, match=rf"^{name}: "):
         call(stepper.as_optimizer())
-
-
-def averaged(strategy: Strategy) -> tuple[bool, bool]:
-    model = Cells(torch.bfloat16)
-    transform = eb.chain(ADAMW, eb.average_weights(0.5))
-    stepper = flat_stepper(model, transform, policy="LEAN_BF16", strategy=strategy)
-    train(stepper, model, range(3), 1)
-    before = weights_of(model)
-    with stepper.evaluation_weights():
-        inside = weights_of(model)
-    after = weights_of(model)
-    differ = any(not torch.equal(before[name], inside[name]) for name in before)
-    return differ, all(torch.equal(before[name], after[name]) for name in before)
-
-
-@FLAT
-def test_weights_for_evaluation_are_on_all_ranks_inside_and_trained_ones_after_it(strategy: Strategy) -> None:
-    assert run(2, averaged, strategy) == [(True, True)] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import pickle
@@ -179,25 +178,6 @@ def test_models_are_compiled_whole_where_nothing_is_gathered(strategy: Strategy)
 # -- what must not be done to a model --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_a_model_that_was_cast_or_moved_is_told_of(strategy: Strategy) -> None:
-    model = network()
-    stepper = FlatStepper(model, SGD, strategy=strategy)
-    model.double()
-    with pytest.raises(RuntimeError, match=r"is not where the stepper has put it"):
-        model(data(0, 0, 0, torch.float64)).sum().backward()
-    stepper.zero_grad()
-
-
-def test_parameters_that_were_replaced_are_told_of() -> None:
-    model = network()
-    stepper = FlatStepper(model, SGD)
-    model.load_state_dict({name: p.detach().clone() for name, p in model.named_parameters()}, assign=True)
-    model(data(0, 0, 0, torch.float32)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"is another parameter than when the stepper was made"):
-        stepper.step()
-
-
 def test_gradients_that_are_there_already_are_refused() -> None:
     model = network()
     model(data(0, 0, 0, torch.float32)).sum().backward()
@@ -279,22 +259,6 @@ def test_a_group_without_elements_takes_part() -> None:
         (model[0].sum() + model[1].sum()).backward()
     stepper.step()
     assert model[1].tolist() == [-0.5, -0.5]
-
-
-def test_a_failed_microbatch_has_to_be_forgotten() -> None:
-    model = network()
-    stepper = FlatStepper(model, SGD)
-    with contextlib.suppress(ZeroDivisionError), stepper.microbatch(last=True):
-        model(data(0, 0, 0, torch.float32)).sum().backward()
-        raise ZeroDivisionError
-    with pytest.raises(
-        RuntimeError, match=r"step: the microbatch or step before ended in an error.*zero_grad\(\), on every rank"
-    ):
-        stepper.step()
-    stepper.zero_grad()
-    with stepper.microbatch(last=True):
-        model(data(0, 0, 0, torch.float32)).sum().backward()
-    assert not stepper.step().skipped
 
 
 def test_schedulers_see_that_the_stepper_steps() -> None:

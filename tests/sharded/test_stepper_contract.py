@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -431,23 +430,6 @@ def test_the_stepper_tells_what_it_is() -> None:
     text = repr(FlatStepper(model, eb.adamw(1e-2), strategy="optim_grads", units=[Block]))
     assert text.startswith("FlatStepper(strategy='optim_grads' over 1, 3 buffers, 195 elements and 0 of padding)")
     assert "ScaleByAdam" in text
-
-
-def test_metrics_are_those_of_all_ranks() -> None:
-    for lost, moved in run(3, measured):
-        assert (lost, moved) == run(1, measured)[0]
-
-
-def measured() -> tuple[float, float]:
-    model = network(torch.bfloat16)
-    policy = dataclasses.replace(eb.policies.PURE_BF16, grads=eb.Grads(main="float32"))
-    stepper = FlatStepper(model, eb.sgd(1e-4), policy=policy, strategy="optim", units=[Block])
-    stepper.as_optimizer().metrics_enabled = True
-    with stepper.microbatch(last=True):
-        model(data(0, 0, 0, torch.bfloat16)).float().square().mean().backward()
-    stepper.step()
-    metrics = stepper.as_optimizer().metrics()
-    return float(metrics.lost), float(metrics.moved)
 
 
 def broadcast() -> Weights:

@@ -155,10 +155,13 @@ class Segment:
     @property
     def layout(self) -> Layout:
         """How the tensor and its state are stored."""
-        if self._layout is None or self._layout[0] is not self.state:
-            state = self.state
-            self._layout = state, Layout.of([self.tensor], [self.stored], state.inner, state.extra, is_checked=False)
-        return self._layout[1]
+        state = self.state
+        if self._layout is not None and self._layout[0] is state:
+            return self._layout[1]
+        found = Layout.of([self.tensor], [self.stored], state.inner, state.extra, is_checked=False)
+        if not torch.compiler.is_compiling():  # one of a trace is of that trace
+            self._layout = state, found
+        return found
 
     def due(self) -> Due:
         """Return the periodic work that is due at the next step, as the host counts steps.

@@ -26,13 +26,10 @@ def given_back(model: Awkward, optimizer: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Awkward, Any], Any]] = {
-    "a rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5),
-    "a list in a group": lambda model, optimizer: optimizer.param_groups[0].update(mine=[1]),
     "a group": lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
     "an unfrozen parameter": lambda model, optimizer: model.matrix.requires_grad_(True),
     "memory": moved,
     "memory of the state": given_back,
-    "a loaded state": lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
 }
 
 
@@ -55,6 +52,20 @@ def test_a_step_prepares_only_for_what_has_changed(change: str, monkeypatch: pyt
     calls.clear()
     train(model, optimizer, 1, start=3, without=lambda step, name: name == "matrix")
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("change", [{"lr": 0.5}, {"mine": [1]}])
+def test_values_are_followed_without_another_preparation(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a value that other code keeps in a group, and that may change in place."""
+    model = Awkward()
+    optimizer = AdamW(model.parameters(), lr=1e-2, compile=False)
+    train(model, optimizer, 1)
+    monkeypatch.setattr(Parameters, "plan", None)
+    optimizer.param_groups[0].update(change)
+    train(model, optimizer, 2, start=1)
+    assert optimizer.own.groups[0].arguments["learning_rate"] == change.get("lr", 1e-2)
 
 
 def test_a_frozen_parameter_of_a_later_group_is_stepped_once_it_is_unfrozen() -> None:

@@ -246,7 +246,10 @@ class TorchOptimizer(LightOptimizer):
         """
         if is_capturing():
             self._require_capturable()
-        if self._seen.holds(self.own, self.param_groups, self.state):
+        if self._seen.is_in_place(self.own, self.param_groups, self.state):
+            if not self._seen.has_values(self.own, self.param_groups):  # a schedule
+                self._follow_hyperparameters(self.own_groups)
+                self._seen.note_values(self.own, self.param_groups)
             return
         self._settle_state()
         groups = self.own_groups

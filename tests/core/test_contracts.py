@@ -11,6 +11,8 @@ from torch import Tensor
 
 import everybit as eb
 from everybit import testing
+from everybit.stepping import OptimizerState
+from everybit.testing import assert_same_bits
 
 P = TypeVar("P")
 
@@ -362,3 +364,29 @@ def test_updates_are_added_to_the_parameters_of_their_keys() -> None:
     new, _ = optimizer.step(params, {"a": torch.ones(2), "b": torch.full((2,), 3.0)}, optimizer.init(params))
     assert list(new) == ["a", "b"]
     assert (new["a"].tolist(), new["b"].tolist()) == ([-1.0, -1.0], [-3.0, -3.0])
+
+
+@pytest.mark.parametrize("policy", ["LEAN_BF16", "LEAN_8BIT"])
+def test_a_state_belongs_to_its_parameters_by_key(policy: eb.PolicyName) -> None:
+    """As of a state or a model that came back with its keys in another order."""
+
+    def other(values: Any) -> Any:
+        return dict(reversed(values.items())) if isinstance(values, dict) else values
+
+    optimizer = eb.with_policy(eb.adamw(1e-2, b2=0.95), policy, seed=3)
+    params = {
+        key: torch.randn(64, generator=torch.Generator().manual_seed(n)).bfloat16() for n, key in enumerate("abc")
+    }
+    state = optimizer.init(params)
+    for _ in range(2):
+        params, state = optimizer.step(params, params, state)
+    turned = OptimizerState(state.step, other(state.extra), eb.tree.map_slots(lambda _, slot: other(slot), state.inner))
+    assert list(turned.extra) == ["c", "b", "a"]
+    for _ in range(2):
+        for name in ("export_fp32", "eval_params", "decode"):
+            found, expected = getattr(optimizer, name)(params, turned), getattr(optimizer, name)(params, state)
+            assert_same_bits(found, expected, name)
+        assert_same_bits(optimizer.step(params, params, turned), optimizer.step(params, params, state), "step")
+    weights, wide = optimizer.decode(params, state)
+    again = OptimizerState(wide.step, wide.extra, eb.tree.map_slots(lambda _, slot: other(slot), wide.inner))
+    assert_same_bits(optimizer.encode(weights, again, params), optimizer.encode(weights, wide, params), "encode")

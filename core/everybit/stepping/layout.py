@@ -136,10 +136,9 @@ class Layout:
         weights = finder.weights(extra)
         found = tree.map_slots(finder.slot, inner, finder.shared)
         state: list[Any] = tree.leaves(found)
-        others, packed = extra, inner
-        if extra is None:
-            others = tree.replace(params, [(0,) * (len(row.parts) - 1) for row in weights])
-            packed = tree.map(lambda row: 0 if len(row.parts) < 2 else (0,) * len(row.parts), found)
+        # Dicts of a state may have another order than those of the parameters: these structures read them by key.
+        others = tree.replace(params, [(0,) * (len(row.parts) - 1) for row in weights])
+        packed = tree.map(lambda row: 0 if len(row.parts) < 2 else (0,) * len(row.parts), found)
         of = tree.Structure.of
         return Layout(tuple(formats), of(params), of(others), of(packed), of(found), tuple(weights), tuple(state))
 

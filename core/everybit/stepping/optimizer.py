@@ -312,10 +312,10 @@ class Optimizer(Generic[S]):
                     return Lists(known, leaves, wide, extra, inner)
         formats = self.formats(params)
         layout = Layout.of(params, formats, state.inner, state.extra)
-        lists = Lists(layout, leaves, tree.leaves(widened(grads, params, formats)), extra, inner)
-        if kind is not None:
+        if kind is not None and of_extra == [layout.extra.spec] and of_inner == [layout.packed.spec]:
             remember(self, kind, layout)
-        return lists
+        wide = tree.leaves(widened(grads, params, formats))
+        return Lists(layout, leaves, wide, layout.extra.leaves(state.extra), layout.packed.leaves(state.inner))
 
     def _stepped(self, lists: Lists, step: Tensor, ctx: Context | None) -> StepTrace:
         layout = lists.layout
@@ -381,7 +381,7 @@ class Optimizer(Generic[S]):
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
         layout = Layout.of(params, self.formats(params), state.inner, state.extra)
-        found = layout.decode_weights(tree.leaves(params), tree.leaves(state.extra))
+        found = layout.decode_weights(tree.leaves(params), layout.extra.leaves(state.extra))
         weights: P = layout.params.tree([x.clone() for x in found])
         return weights
 
@@ -452,8 +452,8 @@ class Optimizer(Generic[S]):
     def _decoded(self, params: P, state: OptimizerState[S]) -> tuple[P, S]:
         """Copies of the weights and of the transform's state, in the compute dtype."""
         layout, leaves = Layout.of(params, self.formats(params), state.inner, state.extra), tree.leaves(params)
-        weights = layout.decode_weights(leaves, tree.leaves(state.extra))
-        values = layout.decode_state(leaves, tree.leaves(state.inner))
+        weights = layout.decode_weights(leaves, layout.extra.leaves(state.extra))
+        values = layout.decode_state(leaves, layout.packed.leaves(state.inner))
         return layout.params.tree([x.clone() for x in weights]), layout.open.tree([x.clone() for x in values])
 
     def _encoded(self, weights: P, params: P, inner: S | None, step: Tensor, ctx: Context | None) -> tuple[P, Any, Any]:

@@ -73,7 +73,7 @@ gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check 
 	$(if $(CASES),,$(BIN)/python -m pytest tests/gpu_codegen)
 
 matrix: $(STAMP)  ## run the tests on every torch from the oldest to the newest, write docs/versions.md (MATRIX="--rows newest --areas core" for some)
-	$(BIN)/python matrix/run.py $(MATRIX)
+	$(BIN)/python -m matrix.run $(MATRIX)
 
 # VENV=none: run with $(PYTHON) as it is; what it lacks (optree, tyro) comes from PYTHONPATH.
 gpu: $(if $(filter none,$(VENV)),,$(STAMP))  ## tests and measurements on a GPU, within half an hour; DEVICE=cpu rehearses, PHASES="tests steps" picks
@@ -83,7 +83,7 @@ gpu: $(if $(filter none,$(VENV)),,$(STAMP))  ## tests and measurements on a GPU,
 	  benchmarks/gpu.py --device $(DEVICE) $(if $(PHASES),--phases $(PHASES))
 
 concepts: $(STAMP)  ## compute the tables and pictures of docs/concepts again
-	$(BIN)/python docs/figures/concepts.py
+	$(BIN)/python benchmarks/concepts.py
 
 docs: $(STAMP)  ## build the site into site/ (REPO_URL=https://... links to the repository)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

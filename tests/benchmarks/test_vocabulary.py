@@ -16,7 +16,7 @@ PAGE = vocabulary.PAGE.read_text(encoding="utf-8")
 @pytest.mark.parametrize("name", eb.optimizers())
 def test_a_row_of_the_page_is_what_follows_from_the_optimizer(name: eb.OptimizerName) -> None:
     row = vocabulary.rows_of(PAGE)[name]
-    assert row[:-1] == vocabulary.derived(name), "run: python docs/figures/vocabulary.py --write"
+    assert row[:-1] == vocabulary.derived(name), "run: python benchmarks/vocabulary.py --write"
     assert re.fullmatch(r"(torch|[\w-]+)( \(float32\))?: \d+e[-+]\d+.*|the formula only", row[-1])
 
 

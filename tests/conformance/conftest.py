@@ -15,5 +15,5 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def noted(record_testsuite_property: Callable[[str, object], None]) -> Callable[[str, str, float], None]:
-    """Note the largest deviation from an oracle; ``--junitxml`` writes it, and ``docs/figures/vocabulary.py`` makes a table of it."""
+    """Note the largest deviation from an oracle; ``--junitxml`` writes it, and ``benchmarks/vocabulary.py`` makes a table of it."""
     return lambda oracle, name, apart: record_testsuite_property(f"{name}; {oracle}", apart)

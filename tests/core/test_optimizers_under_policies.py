@@ -72,7 +72,7 @@ def test_the_page_has_every_optimizer_and_what_is_refused() -> None:
     page = safe_policies.PAGE.read_text(encoding="utf-8")
     table = page.partition(safe_policies.BEGIN)[2].partition(safe_policies.END)[0]
     rows = {match[1]: match[0] for match in re.finditer(r"^\| `(\w+)` \|.*$", table, re.MULTILINE)}
-    assert list(rows) == list(eb.optimizers()), "run: python docs/figures/safe_policies.py --write"
+    assert list(rows) == list(eb.optimizers()), "run: python benchmarks/safe_policies.py --write"
     for name, one in eb.optimizers().items():
         cells = [cell.strip() for cell in rows[name].strip("|").split("|")][1:]
         for preset, cell in zip(safe_policies.PRESETS, cells, strict=True):

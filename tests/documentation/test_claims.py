@@ -110,7 +110,7 @@ def test_the_readme_is_one_screen_after_another_and_not_many() -> None:
 
 
 def test_what_plain_bfloat16_loses_is_told_alike_and_as_measured() -> None:
-    """On the pages, and in the closing words of ``everybit compare``, from the results of docs/figures/small_updates.py."""
+    """On the pages, and in the closing words of ``everybit compare``, from the results of benchmarks/small_updates.py."""
     measured = json.loads((ROOT / "benchmarks/results/small-updates-cpu.json").read_text())["rates"]
     lost = {rate: one["summary"]["PURE_BF16"]["difference"] for rate, one in measured.items()}
     rows = [

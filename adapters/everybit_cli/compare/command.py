@@ -33,7 +33,7 @@ CLOSING = (
     " LEAN_BF16 nothing. The default model, 400 steps, two seeds: +0.64 at 3e-5, +0.33 at 1e-4, +0.09 at 3e-4, +0.03 at 1e-3, nothing at"
     " 3e-3."
 )
-"""Figures of docs/figures/small_updates.py."""
+"""Figures of benchmarks/small_updates.py."""
 
 
 def main(options: CompareOptions, console: Console, command: str) -> Results:

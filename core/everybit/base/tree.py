@@ -144,10 +144,7 @@ def elementwise(function: Callable[..., Tensor], tree: P, *others: Any) -> P:
     """
 
     def apply(leaf: Tensor, *rest: Any) -> Tensor:
-        if leaf.ndim:
-            return function(leaf, *rest)
-        alike = (other.reshape(1) if isinstance(other, Tensor) else other for other in rest)
-        return function(leaf.reshape(1), *alike).reshape(())
+        return function(leaf, *rest) if leaf.ndim else function(*_as_vectors(leaf, *rest)).reshape(())
 
     return map(apply, tree, *others)
 
@@ -164,15 +161,17 @@ def several(function: Callable[..., tuple[Tensor, ...]], count: int, tree: P, *o
     rows: list[tuple[Tensor, ...]] = []
 
     def apply(leaf: Tensor, *rest: Any) -> Tensor:
-        if leaf.ndim:
-            rows.append(function(leaf, *rest))
-        else:
-            alike = (other.reshape(1) if isinstance(other, Tensor) else other for other in rest)
-            rows.append(tuple(x.reshape(()) for x in function(leaf.reshape(1), *alike)))
+        rows.append(
+            function(leaf, *rest) if leaf.ndim else tuple(x.reshape(()) for x in function(*_as_vectors(leaf, *rest)))
+        )
         return leaf
 
     map(apply, tree, *others)
     return [replace(tree, [row[number] for row in rows]) for number in range(count)]
+
+
+def _as_vectors(*values: Any) -> list[Any]:
+    return [x.reshape(1) if isinstance(x, Tensor) else x for x in values]
 
 
 def leaves(tree: object) -> list[Tensor]:

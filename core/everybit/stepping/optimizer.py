@@ -288,7 +288,7 @@ class Optimizer(Generic[S]):
             ctx: The context, as for :meth:`step`.
             layout: That of these parameters and this state, which nothing is then compared with: compiled code takes no time to find it.
         """
-        lists = self._lists(params, grads, state) if layout is None else _listed(layout, params, grads, state)
+        lists = self._lists(params, grads, state) if layout is None else _lists_by(layout, params, grads, state)
         _warn_of_growing_graphs(lists.leaves, params)
         with without_autocast(lists.leaves[0]) if lists.leaves else nullcontext():
             return self._stepped(lists, state.step + 1, ctx)
@@ -326,14 +326,14 @@ class Optimizer(Generic[S]):
             layout.params.tree(lists.grads),
             layout.open.tree(stored),
         )
-        draws = layout.draws(lists.leaves, self.seed, step, 0 if ctx is None else ctx.first_element)
+        draws = layout.draws(lists.leaves, self.seed, step, _first(ctx))
         unwritten = Unwritten({"grads": lists.grads, "state": stored, "params": weights})
 
-        def applied(updates: Any, inner: S) -> StepTrace:
+        def applied(updates: Any, changed: S) -> StepTrace:
             unwritten.require(self.transform, grads=wide_grads, state=inner, params=before)
-            moves = _moves(updates, before, layout)
+            moves, values = _moves(updates, before, layout), _values(self.transform, changed, layout)
             after = [x + u for x, u in zip(weights, moves, strict=True)]
-            new, extra, packed = layout.encode(lists.leaves, after, _values(self.transform, inner, layout), draws)
+            new, extra, packed = layout.encode(lists.leaves, after, values, draws)
             return StepTrace(new, OptimizerState(step, extra, packed), before, wide_grads, updates, after)
 
         inside = replace(ctx or Context(), seed=self.seed, numbering=draws.numbering if self.draws else ()).at(step)
@@ -559,7 +559,7 @@ def _kind(x: Any) -> object:
     return (x.dtype, x.shape, x.layout) if isinstance(x, Tensor) else type(x)
 
 
-def _listed(layout: Layout, params: object, grads: object, state: OptimizerState[Any]) -> Lists:
+def _lists_by(layout: Layout, params: object, grads: object, state: OptimizerState[Any]) -> Lists:
     leaves, given, extra, inner = map(tree.leaves, (params, grads, state.extra, state.inner))
     wide = wide_gradients(given, leaves, layout.formats)
     if wide is None:
@@ -572,9 +572,9 @@ def _moves(updates: Any, before: Any, layout: Layout) -> list[Tensor]:
     try:
         moves = layout.params.leaves(updates)
     except ValueError:
-        moves = []
-    shapes = [x.shape for x in tree.leaves(before)]
-    if [getattr(u, "shape", None) for u in moves] != shapes:
+        tree.require_same_structure(updates, before, name="updates", reference_name="params")  # which says where
+        raise
+    if [getattr(u, "shape", None) for u in moves] != [x.shape for x in tree.leaves(before)]:
         tree.require_same_structure(updates, before, name="updates", reference_name="params")
     return moves
 

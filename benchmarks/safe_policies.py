@@ -1,6 +1,6 @@
 """Which policies are safe for which optimizer: what is refused, and how far each slot is from float32 where it is not.
 
-    python docs/figures/safe_policies.py --write
+    python benchmarks/safe_policies.py --write
 
 Every optimizer takes STEPS steps of the same gradients under each policy and under FP32: around 1 in the first half, around
 0.05 in the second, so that averages have to rise and to fall. A slot's deviation is that of its sum, relative to float32's: rounding
@@ -21,9 +21,10 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.protocol import decays
+from pages import insert
 
-PAGE = Path(__file__).parents[1] / "optimizers.md"
-BEGIN, END = "<!-- safe policies -->\n", "<!-- end of safe policies -->\n"
+PAGE = Path(__file__).parents[1] / "docs/optimizers.md"
+BEGIN, END = "<!-- begin safe policies -->\n", "<!-- end safe policies -->"
 PRESETS: tuple[eb.PolicyName, ...] = ("LEAN_BF16", "FLOOR_BF16", "PURE_BF16")
 STEPS = 1000
 ELEMENTS = 1024
@@ -129,8 +130,7 @@ def main() -> None:
     if not given.write:
         print(made, end="")
         return
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(text.partition(BEGIN)[0] + BEGIN + made + END + text.partition(END)[2], encoding="utf-8")
+    insert(PAGE, "safe policies", made)
 
 
 if __name__ == "__main__":

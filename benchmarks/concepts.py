@@ -1,6 +1,6 @@
 """The experiments of docs/concepts: what becomes of small numbers in 16 bits, computed with the library's own formats and optimizers.
 
-    python docs/figures/concepts.py
+    python benchmarks/concepts.py
 
 writes the tables between the markers of docs/concepts/*.md, and the pictures in docs/images/concepts, for the light and the dark
 palette. It takes about a minute, and needs a C++ compiler for the experiment with compiled code.
@@ -23,7 +23,7 @@ import everybit as eb
 from everybit_torch.collectives.reduction import install
 from pages import insert, table
 
-DOCS = Path(__file__).parents[1]
+DOCS = Path(__file__).parents[1] / "docs"
 
 PARAMS: dict[str, eb.ParamFormat] = {
     "Nearest()": eb.Nearest(),

@@ -1,6 +1,6 @@
 """The figures of README, and of pages that it points to, from the results in ``benchmarks/results``. A test compares them.
 
-python docs/figures/first_page.py
+python benchmarks/first_page.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import live_objects
 from pages import insert, origin, table
 from torch_step import LONG, POLICIES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 README, SPEED, FSDP2, COMPARE = (
     ROOT / "README.md", ROOT / "docs/speed.md", ROOT / "docs/coming-from/fsdp2.md", ROOT / "docs/compare.md"

@@ -1,12 +1,12 @@
 """Print the table of all optimizers for docs/optimizers.md: what each keeps, how it may be cut, and how far it is from others.
 
-    python docs/figures/vocabulary.py --write
+    python benchmarks/vocabulary.py --write
 
 Names, slots, bytes, cut and reductions are those of ``everybit.optimizers()``; deviations from ``torch.optim`` are measured here. Those
 from other packages are what the oracles in tests/conformance measured, if their file is given; else they stay as the page has them:
 
     python -m pytest -o addopts='' --import-mode=importlib --junitxml=deviations.xml tests/conformance/test_more_optimizers.py
-    python docs/figures/vocabulary.py --write --deviations deviations.xml
+    python benchmarks/vocabulary.py --write --deviations deviations.xml
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, optim
 
 import everybit as eb
+from pages import insert
 
-PAGE = Path(__file__).parents[1] / "optimizers.md"
-BEGIN, END = "<!-- optimizers -->\n", "<!-- end of optimizers -->\n"
+PAGE = Path(__file__).parents[1] / "docs/optimizers.md"
+BEGIN, END = "<!-- begin optimizers -->\n", "<!-- end optimizers -->"
 PRESETS: tuple[eb.PolicyName, ...] = ("FP32", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16")
 HEAD = (
     "optimizer",
@@ -161,8 +162,7 @@ def main() -> None:
     if not given.write:
         print(made, end="")
         return
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(text.partition(BEGIN)[0] + BEGIN + made + END + text.partition(END)[2], encoding="utf-8")
+    insert(PAGE, "optimizers", made)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What plain bfloat16 loses at five learning rates: the table and the picture of README.md and of docs/concepts/lost_updates.md.
 
-.venv/bin/python docs/figures/small_updates.py --run      # everybit compare, once for each rate: a quarter of an hour
-.venv/bin/python docs/figures/small_updates.py --write    # the table and the picture, from the results
+.venv/bin/python benchmarks/small_updates.py --run      # everybit compare, once for each rate: a quarter of an hour
+.venv/bin/python benchmarks/small_updates.py --write    # the table and the picture, from the results
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 import machine
 import pages
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/small-updates-cpu.json"
 PAGES = (ROOT / "README.md", ROOT / "docs/concepts/lost_updates.md")
 RATES = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3")

@@ -18,7 +18,7 @@ from everybit_torch import AdamW
 from everybit_torch.torch_internals import compiler as torch_compiler
 from everybit_torch.torch_internals import cpp_vectors
 from tests.support.float_patterns import borders, from_bits, spread
-from tests.support.small_models import same_bits
+from tests.support.small_models import Awkward, give_gradients, same_bits, values
 
 torch_cpp: Any = import_module("torch._inductor.codegen.cpp")
 inductor_config: Any = import_module("torch._inductor.config")
@@ -256,3 +256,19 @@ def test_a_first_step_inside_of_a_users_compiled_function() -> None:
         other.step()
     assert torch.equal(p, q)
     assert float(optimizer.state[p]["step"]) == 3.0
+
+
+@pytest.mark.slow
+def test_steps_that_a_user_compiles_from_the_first_on_alternate_with_others() -> None:
+    """State that begins inside of the user's compiled code is stepped outside of it, with the same bits."""
+    results = []
+    for compiled in (False, True):
+        model = Awkward(torch.bfloat16)
+        optimizer = AdamW(model.parameters(), lr=1e-2, policy="LEAN_BF16", compile=False)
+        step: Any = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(4):
+            give_gradients(model, number)
+            (step if number % 2 == 0 else optimizer.step)()
+        results.append([*values(model), *optimizer.export_fp32()[0]])
+    assert same_bits(*results)
+    torch._dynamo.reset()

@@ -216,8 +216,3 @@ def mesh_of(parameters: Sequence[Tensor]) -> DeviceMesh | None:
             " accepted is one mesh."
         )
     return meshes[0] if meshes else None
-
-
-def bits_of(number: Tensor) -> bytes:
-    """Return the bytes of a tensor's elements, or of those that this rank has."""
-    return bytes(local(number).detach().reshape(-1).view(torch.uint8).tolist())

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from everybit_torch.checkpoint.shard_tensor import boxes
+from everybit_torch.checkpoint.boxes import boxes
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (5, 1), (2, 3, 4), (3, 1, 5), (4, 3, 2), (2, 2, 2, 3)]
 

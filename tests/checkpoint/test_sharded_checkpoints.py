@@ -29,6 +29,7 @@ import everybit as eb
 from everybit.protocol import ALONE
 from everybit_torch import AdamW, TorchOptimizer
 from everybit_torch.checkpoint import sharded as checkpoint
+from everybit_torch.checkpoint.boxes import boxes
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.checkpoint.sharded import (
     latest_checkpoint,
@@ -232,8 +233,8 @@ def test_a_rank_that_dies_is_an_error_on_the_others_and_never_a_hang(where: str,
 
 
 def test_shard_tensors_only_copy() -> None:
-    shard = ShardTensor(torch.arange(3.0), (2, 3), 1)
-    assert repr(shard) == "ShardTensor((2, 3), torch.float32, elements 1 to 4)"
+    shard = ShardTensor(torch.arange(3.0), (2, 3), boxes((2, 3), 1, 4))
+    assert repr(shard) == "ShardTensor((2, 3), torch.float32, 3 elements here)"
     assert torch.equal(shard.clone().local, torch.arange(3.0))  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="nothing is computed with it"):
         torch.add(shard, 1)

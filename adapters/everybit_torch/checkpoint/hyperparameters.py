@@ -150,6 +150,8 @@ def restored(
             problems.append(f"param group {group['label']!r}: {error}")
     if not problems:
         for number, (group, new) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            if all(name in group and value == group[name] for name, value in new.items()):
+                continue  # it steps with these already
             try:
                 optimizer.require_hyperparameters(number, {**group, **new})
             except (TypeError, ValueError) as error:

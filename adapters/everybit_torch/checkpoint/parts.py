@@ -1,50 +1,62 @@
-"""The parts of a model and its optimizer that a rank saves and loads, by their names in a checkpoint.
-
-A part is a tensor that is whole here, or a :class:`~everybit_torch.checkpoint.shard_tensor.ShardTensor`: a run of the elements of a whole,
-or a box.
-"""
+"""The parts of a model and its optimizer that a rank saves and loads: one table, with a row for each tensor of a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from everybit.stepping.entries import Entry
+from everybit_torch.checkpoint.boxes import Box, boxes
 from everybit_torch.checkpoint.shard_tensor import ShardTensor
-from everybit_torch.flat import BufferStepper, Place
+from everybit_torch.flat import BufferStepper
 from everybit_torch.fsdp2 import FSDP2Stepper
 from everybit_torch.optim import TorchOptimizer, load_all
-from everybit_torch.torch_internals.dtensors import is_dtensor, local
+from everybit_torch.torch_internals.dtensors import is_dtensor, local, offset_of_local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Flat = dict[str, Tensor]
 
+MODEL, STATE = "model.", "optimizer.state."
+"""The beginnings of the names of a model's tensors, and of an optimizer's state."""
+
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """An entry of a parameter's state, of which this rank has some.
+class CheckpointPart:
+    """This rank's elements of a tensor of a checkpoint.
 
     Attributes:
-        parameter: The parameter.
-        prefix: What its entries' names begin with in a checkpoint.
-        entry: The entry.
-        shape: The shape of this rank's part in the optimizer.
-        saved: The same memory, as a part of the whole.
+        name: The tensor's name in a checkpoint.
+        tensor: The elements where the model or the optimizer has them; of a whole tensor in its shape.
+        shape: The shape of the whole tensor.
+        boxes: The boxes of the whole that are here, in the order of the elements; None: all of it is here.
+        entry: Of a state, the parameter's id, and the entry's name.
     """
 
-    parameter: Tensor
-    prefix: str
-    entry: Entry
-    shape: torch.Size
-    saved: Tensor
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    boxes: list[Box] | None = None
+    entry: tuple[int, str] | None = None
 
-    @property
-    def key(self) -> str:
-        """Its name in a checkpoint."""
-        return self.prefix + self.entry.name
+
+class Room(NamedTuple):
+    """Memory for a box of a tensor of a checkpoint.
+
+    Attributes:
+        name: The tensor's name.
+        offsets: The first corner of the box, by dimension.
+        tensor: The memory, in the shape of the box.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +66,43 @@ class CheckpointParts:
     Attributes:
         optimizer: A :class:`TorchOptimizer`, or that of a stepper.
         labels: The label of each parameter that is trained, by name; of a stepper.
-        model: The tensors of the model, by name in a checkpoint.
-        held: The state.
+        table: A row for each tensor.
     """
 
     optimizer: Any
     labels: Mapping[str, str]
-    model: Flat
-    held: list[Held]
+    table: list[CheckpointPart]
 
     def tensors(self) -> Flat:
-        """Return everything by name in a checkpoint."""
-        return self.model | {one.key: one.saved for one in self.held}
+        """Return everything by name, as ``torch.distributed.checkpoint`` takes it."""
+        return {
+            one.name: one.tensor
+            if one.boxes is None
+            else ShardTensor(one.tensor.reshape(-1), torch.Size(one.shape), one.boxes)
+            for one in self.table
+        }
+
+    def rooms(self) -> tuple[Flat, list[Room]]:
+        """Allocate memory on the host to load everything into: as one tensor for each part, and as boxes."""
+        aside = {one.name: torch.empty(one.tensor.shape, dtype=one.tensor.dtype) for one in self.table}
+        found = []
+        for one in self.table:
+            flat = aside[one.name].view(-1)
+            for box in [Box((0,) * len(one.shape), one.shape, 0)] if one.boxes is None else one.boxes:
+                here = flat[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+                found.append(Room(one.name, box.offsets, here))
+        return aside, found
 
     def take_over(self, loaded: Flat) -> None:
         """Copy loaded values into the model and the state. Every rank has to call it if parameters visit their owners."""
-        for key, value in self.model.items():
-            elements(value).copy_(elements(loaded[key]))
         given: dict[int, dict[str, Tensor]] = {}
-        for one in self.held:
-            given.setdefault(id(one.parameter), {})[one.entry.name] = elements(loaded[one.key]).view(one.shape)
+        for one in self.table:
+            if one.entry is None:
+                one.tensor.copy_(loaded[one.name])
+            else:
+                parameter, name = one.entry
+                given.setdefault(parameter, {})[name] = loaded[one.name]
         load_all(self.optimizer.own, given)
-
-
-def elements(value: Tensor) -> Tensor:
-    """Return this rank's elements of a part."""
-    return value.local if isinstance(value, ShardTensor) else value
 
 
 def parts_of(stepper: BufferStepper | FSDP2Stepper) -> CheckpointParts:
@@ -103,22 +126,37 @@ def parts_of_model(model: nn.Module, optimizer: TorchOptimizer) -> CheckpointPar
 def _of_rows(tensors: Flat, optimizer: Any, names: Mapping[int, str], labels: Mapping[str, str]) -> CheckpointParts:
     """Parts of a model whose parameters lie here whole, or are DTensors."""
     optimizer.place()
-    held: list[Held] = []
-    for parameter, entries, values in optimizer.own.kept():
+    corners: dict[Any, tuple[int, ...]] = {}
+
+    def part(name: str, x: Tensor, shape: tuple[int, ...], like: DTensor | None, entry: Any = None) -> CheckpointPart:
+        """This rank's part of a tensor, which is placed as a DTensor is, or lies here whole."""
+        if like is None:
+            return CheckpointPart(name, x, shape, None, entry)
+        if not x.is_contiguous():
+            raise ValueError(
+                f"a part of shape {tuple(x.shape)} of a DTensor has strides {x.stride()}; accepted are contiguous parts."
+            )
+        place = (like.device_mesh, like.placements, shape)
+        if place not in corners:
+            corners[place] = offset_of_local_part(like, shape)
+        return CheckpointPart(name, x, shape, [Box(corners[place], tuple(x.shape), 0)] if x.numel() else [], entry)
+
+    table, placed = [], {}
+    for name, x in tensors.items():
+        like = x if is_dtensor(x) else None
+        table.append(part(f"{MODEL}{name}", x if like is None else local(like).detach(), tuple(x.shape), like))
+    for parameter, entry, shape, x in optimizer.own.kept():
+        if id(parameter) not in placed:
+            placed[id(parameter)] = parameter if is_dtensor(parameter) else None
         if id(parameter) not in names:
             raise ValueError(
                 "optimizer: has a parameter that is not the model's; accepted is an optimizer of this model."
             )
-        prefix = f"optimizer.state.{names[id(parameter)]}."
-        for entry in entries if parameter.numel() else ():
-            value = values.get(entry.name)
-            if value is not None and (entry.cut != "tensor" or value.numel()):
-                held.append(Held(parameter, prefix, entry, local(value).shape, _part(value)))
-    return CheckpointParts(optimizer, labels, {f"model.{name}": _part(x) for name, x in tensors.items()}, held)
-
-
-def _part(x: Tensor) -> Tensor:
-    return ShardTensor.of(x) if is_dtensor(x) else x
+        if parameter.numel() and (entry.cut != "tensor" or x.numel()):
+            like = None if entry.cut == "copy" else placed[id(parameter)]
+            name = f"{STATE}{names[id(parameter)]}.{entry.name}"
+            table.append(part(name, x, shape, like, (id(parameter), entry.name)))
+    return CheckpointParts(optimizer, labels, table)
 
 
 def _of_buffers(stepper: BufferStepper) -> CheckpointParts:
@@ -136,35 +174,38 @@ def _of_buffers(stepper: BufferStepper) -> CheckpointParts:
         if first.get(parameter) in stepper.labels:
             names.setdefault(first[parameter], []).append(name)
     laid_out = {name for several in names.values() for name in several}
-    model = {f"model.{name}": x for name, x in _model_tensors(stepper.model).items() if name not in laid_out}
+    table = [
+        CheckpointPart(f"{MODEL}{name}", x, tuple(x.shape))
+        for name, x in _model_tensors(stepper.model).items()
+        if name not in laid_out
+    ]
     for own, place in places.values():
-        part: Tensor = ShardTensor(own[place.start : place.stop], place.spec.shape, place.offset)
-        if not place.spec.numel:
-            part = torch.empty(place.spec.shape, dtype=place.spec.dtype)
-        if place.numel or not place.spec.numel:
-            model |= {f"model.{name}": part for name in names[place.spec.name]}
-    held: list[Held] = []
-    for one in optimizer.own.own():
-        _, place = places[id(one.parameter)]
+        spec, here = place.spec, own[place.start : place.stop]
+        for name in names[spec.name]:
+            if not spec.numel:
+                table.append(CheckpointPart(f"{MODEL}{name}", here.view(spec.shape), tuple(spec.shape)))
+            elif place.numel:
+                table.append(_run(f"{MODEL}{name}", here, spec.shape, place.offset))
+    for kept in optimizer.own.kept():
+        (_, place), entry, x = places[id(kept.parameter)], kept.entry, kept.tensor
+        name, key = f"{STATE}{place.spec.name}.{entry.name}", (id(kept.parameter), entry.name)
         # Of a tensor that stays whole, its owner has the state.
-        if place.spec.numel and (place.numel or not place.spec.is_whole):
-            prefix = f"optimizer.state.{place.spec.name}."
-            for entry, value, saved in _entries(place, one.entries()):
-                held.append(Held(one.parameter, prefix, entry, value.shape, saved))
-    return CheckpointParts(optimizer, stepper.labels, model, held)
-
-
-def _entries(place: Place, entries: list[tuple[Entry, Tensor]]) -> Iterator[tuple[Entry, Tensor, Tensor]]:
-    """Yield the entries of a parameter's state of which this rank has something, as they are and as parts of the whole."""
-    for entry, value in entries:
+        if not place.spec.numel or (place.spec.is_whole and not place.numel):
+            continue
         if entry.role == "shared":
-            yield entry, value, value
+            table.append(CheckpointPart(name, x, tuple(x.shape), None, key))
         elif entry.cut == "tensor":
-            if value.numel():
-                yield entry, value, ShardTensor(value.reshape(-1), value.shape, 0)
+            if x.numel():
+                table.append(_run(name, x.reshape(-1), x.shape, 0, key))
         elif place.numel:
             low, _ = entry.range(place.offset, place.offset + place.numel)
-            yield entry, value, ShardTensor(value.reshape(-1), entry.shape(place.spec.shape, value.shape), low)
+            table.append(_run(name, x.reshape(-1), entry.shape(place.spec.shape, x.shape), low, key))
+    return CheckpointParts(optimizer, stepper.labels, table)
+
+
+def _run(name: str, x: Tensor, shape: Sequence[int], low: int, entry: tuple[int, str] | None = None) -> CheckpointPart:
+    """The part of a tensor of which this rank has the elements from ``low`` on."""
+    return CheckpointPart(name, x, tuple(shape), boxes(shape, low, low + x.numel()), entry)
 
 
 def _model_tensors(model: nn.Module) -> Flat:

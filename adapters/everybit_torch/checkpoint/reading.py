@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any, BinaryIO, cast
 
@@ -17,29 +17,28 @@ import torch
 from torch import Tensor
 
 from everybit_torch.checkpoint.atomic_files import with_message
+from everybit_torch.checkpoint.boxes import overlap
 from everybit_torch.checkpoint.inventory import Inventory, Piece
-from everybit_torch.checkpoint.shard_tensor import ShardTensor, overlap
+from everybit_torch.checkpoint.parts import Room
 from everybit_torch.dtensors import fits_in
 
 
-def read_into(inventory: Inventory, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors with the values of the checkpoint, file after file, each piece read once.
+def read_into(inventory: Inventory, rooms: Iterable[Room]) -> None:
+    """Fill memory with the values of the checkpoint, file after file, each piece read once.
 
     Args:
-        inventory: The checkpoint's inventory, which has all of them, in these shapes.
-        into: On the host, by name.
+        inventory: The checkpoint's inventory, which has all of the tensors, in the shapes that they have here.
+        rooms: On the host.
 
     Raises:
         OSError: A file cannot be read.
         ValueError: A piece was damaged, or cut off, or has numbers that do not fit; the message names the file and the tensor.
     """
     wanted = [
-        (piece, name, view[here], there)
-        for name, tensor in into.items()
-        for offsets, view in (tensor.views() if isinstance(tensor, ShardTensor) else [((0,) * tensor.ndim, tensor)])
+        (piece, name, tensor[both[0]], both[1])
+        for name, offsets, tensor in rooms
         for piece in inventory.tensors[name].pieces
-        if (both := overlap(offsets, view.shape, piece.offsets, piece.sizes)) is not None
-        for here, there in [both]
+        if (both := overlap(offsets, tensor.shape, piece.offsets, piece.sizes)) is not None
     ]
     wanted.sort(key=lambda one: (one[0].file, one[0].start))
     memory = bytearray()
@@ -55,7 +54,7 @@ def read_into(inventory: Inventory, into: Mapping[str, Tensor]) -> None:
         values = read_piece(inventory, name, piece, room)
         for _, _, part, there in several:
             given = values[there]
-            if not fits_in(given, part.dtype):
+            if given.dtype is not part.dtype and not fits_in(given, part.dtype):
                 raise ValueError(f"{name}: holds numbers beyond {part.dtype}; nothing is cast.")
             part.copy_(given)
 

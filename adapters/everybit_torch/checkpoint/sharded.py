@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -45,9 +45,8 @@ from everybit_torch.checkpoint.folders import (
     remove_unless_named,
 )
 from everybit_torch.checkpoint.inventory import Inventory
-from everybit_torch.checkpoint.parts import CheckpointParts, Flat, parts_of, parts_of_model
+from everybit_torch.checkpoint.parts import MODEL, STATE, CheckpointParts, Flat, Room, parts_of, parts_of_model
 from everybit_torch.checkpoint.reading import read_into, read_piece
-from everybit_torch.checkpoint.shard_tensor import ShardTensor
 from everybit_torch.checkpoint.writing import CheckedWriter
 from everybit_torch.collectives import Communicator, groups
 from everybit_torch.optim import TorchOptimizer
@@ -76,7 +75,7 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
 def _staged(stepper: FlatStepper) -> tuple[Flat, Any]:
     """This rank's part of weights and state, on its way to the staging memory; and what to wait for before it is read."""
     parts = parts_of(stepper.engine)
-    found, copied = stepper.staging.copy(parts.tensors(), is_shown=lambda name, _: name.startswith("model."))
+    found, copied = stepper.staging.copy(parts.tensors(), is_shown=lambda name, _: name.startswith(MODEL))
     return found | saved_hyperparameters.tensors(stepper.as_optimizer(), parts.labels), copied
 
 
@@ -223,7 +222,7 @@ def load_sharded_into(
     is_of_stepper = any(name.startswith(saved_hyperparameters.GROUPS) for name in found.tensors)
     tables = {name: x for name, x in aside.items() if not name.startswith(COMPARED)}
     names = {id(p): name for name, p in model.named_parameters()}
-    trained = [name for name in names.values() if f"optimizer.state.{name}.{STEP}" in found.tensors]
+    trained = [name for name in names.values() if f"{STATE}{name}.{STEP}" in found.tensors]
 
     def judge() -> saved_hyperparameters.Unlabelled | None:
         try:
@@ -265,17 +264,18 @@ def _read(
     place = Path(from_first(lambda: str(latest_checkpoint(path)), ranks))
     found = on_all(lambda: read_inventory_of(place, is_judged=ranks.rank == 0), ranks)
     parts = on_all(own_parts, ranks)
-    own = parts.tensors()
-    require_same(own, found, ranks)
+    require_same(parts.table, found, ranks)
 
     def read() -> Flat:
-        aside = {key: _room_for(value) for key, value in own.items()}
-        aside |= saved_hyperparameters.empty(found, parts.labels or None) if hyperparameters else {}
+        aside, rooms = parts.rooms()
+        tables = saved_hyperparameters.empty(found, parts.labels or None) if hyperparameters else {}
+        rooms += [Room(name, (0,) * x.ndim, x) for name, x in tables.items()]
         try:
-            read_into(found, aside)
+            read_into(found, rooms)
         except (OSError, ValueError) as error:
             raise same_kind(error, f"{error} Nothing was changed.") from error
-        require_values(own, aside, place)
+        require_values(parts.table, aside, place)
+        aside |= tables
         # Other ranks have the same parameters and state, so that the names on one rank are enough.
         for name in found.tensors if ranks.rank == 0 else ():
             # What no rank has a use for, too: a file with a flipped bit is not to be trusted.
@@ -292,13 +292,6 @@ def _warn_if_unverified(found: Inventory, ranks: Communicator) -> None:
             f"{found.folder}: has no checksums (it was written by dcp.save, or by a version before them), so that nothing could be"
             " verified: bits that have changed since it was written were loaded as they are. Save it again to have them."
         )
-
-
-def _room_for(value: Tensor) -> Tensor:
-    """Allocate as much memory on the host, to load into."""
-    if isinstance(value, ShardTensor):
-        return value.holding(torch.empty_like(value.local, device="cpu"))
-    return torch.empty(value.shape, dtype=value.dtype)
 
 
 # -- the ranks ----------------------------------------------------------------------------------------------------------------------

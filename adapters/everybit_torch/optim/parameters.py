@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ import everybit as eb
 from everybit.policies import block_of
 from everybit.stepping.entries import STEP, Entry
 from everybit_torch.collectives import GroupAxis
-from everybit_torch.dtensors import RowShards, axis_of, bits_of, first_element, is_primary_copy, like, mesh_of
+from everybit_torch.dtensors import RowShards, axis_of, first_element, is_primary_copy, like, mesh_of
 from everybit_torch.label_resolution import Decision
 from everybit_torch.memory import has_repeated_elements
 from everybit_torch.optim.groups import Group, Optimizers
@@ -105,6 +105,22 @@ class Own:
         """Write stored weights of the segment's shape."""
         here = local(self.parameter).detach()
         here.copy_(weights.reshape(here.shape))
+
+
+class KeptEntry(NamedTuple):
+    """An entry of a parameter's state.
+
+    Attributes:
+        parameter: The parameter.
+        entry: The entry.
+        shape: The shape of the whole entry.
+        tensor: This rank's part of it.
+    """
+
+    parameter: Tensor
+    entry: Entry
+    shape: tuple[int, ...]
+    tensor: Tensor
 
 
 class Parameters:
@@ -280,14 +296,20 @@ class Parameters:
         for visiting in self.visiting:
             yield from visiting.members
 
-    def kept(self) -> Iterator[tuple[Tensor, list[Entry], dict[str, Tensor]]]:
-        """Yield each parameter with the entries of its state, and their tensors by name. Every rank has to call it if parameters visit."""
+    def kept(self) -> list[KeptEntry]:
+        """List the entries of the state of every parameter. Every rank has to call it if parameters visit."""
+        found = []
         for own in self.own():
-            entries = own.entries()
-            yield own.parameter, [entry for entry, _ in entries], shown(own.parameter, entries)
+            parameter, here = own.parameter, local(own.parameter).shape
+            for entry, x in own.entries():
+                is_alike = entry.cut == "element"
+                shape = tuple(parameter.shape) if is_alike else entry.shape(parameter.shape, x.shape)
+                found.append(KeptEntry(parameter, entry, shape, x.view(here) if is_alike else x))
         for visiting in self.visiting:
-            for member, found in visiting.hand_out(state_of, weights=False):
-                yield member.parameter, entries_of(member), found
+            for member, values in visiting.hand_out(state_of, weights=False):
+                named = [(entry, values[entry.name]) for entry in entries_of(member) if entry.name in values]
+                found += [KeptEntry(member.parameter, entry, tuple(x.shape), local(x)) for entry, x in named]
+        return found
 
     def show(self, several: Iterable[Stepped]) -> None:
         """Show the state of parameters in the optimizer's ``state``."""
@@ -352,14 +374,14 @@ class Parameters:
         """
 
         def differ(one: Stepped) -> bool:
-            segment = one.of.segment
-            fresh = Segment.new(segment.optimizer, segment.tensor[:0]).entries()
-            begun = [(entry.name, value) for entry, value in fresh if entry.role == "shared"]
-            values = {
-                tuple(bits_of(given.get(id(p), {}).get(name, value)) for name, value in begun)
-                for p in one.of.parameters
-            }
-            return len(values) > 1
+            names = [entry.name for entry, _ in one.of.segment.entries() if entry.role == "shared"]
+            several = [given.get(id(p), {}) for p in one.of.parameters]
+            begun: dict[str, Tensor] = {}
+            if not all(name in values for values in several for name in names):
+                fresh = Segment.new(one.optimizer, one.of.segment.tensor[:0])
+                begun = {entry.name: x for entry, x in fresh.entries()}
+            found = [[values[name] if name in values else begun[name] for name in names] for values in several]
+            return len({tuple(map(_bits, numbers)) for numbers in found}) > 1
 
         self.come_apart([one for one in self.stepped if len(one.names) > 1 and differ(one)])
 
@@ -485,3 +507,7 @@ def shown(parameter: Tensor, entries: Iterable[tuple[Entry, Tensor]]) -> dict[st
         else:
             found[entry.name] = like(parameter, x, entry.shape(parameter.shape, x.shape))
     return found
+
+
+def _bits(number: Tensor) -> bytes:
+    return bytes(local(number).detach().reshape(-1).view(torch.uint8).tolist())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everybit.stepping.entries import WEIGHTS, Entry
+from everybit.stepping.entries import WEIGHTS
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.agreement import gathered
 from everybit_torch.collectives import Communicator
@@ -108,19 +108,12 @@ def _of_optimizer(optimizer: TorchOptimizer) -> Found:
             if mesh is None or is_primary_copy(parameter, mesh):
                 names[id(parameter)] = name
                 yield name, WEIGHTS, count_nonfinite(local(parameter).detach())
-    for parameter, entries, values in optimizer.own.kept():
-        if id(parameter) in names:
-            own = [(entry, local(values[entry.name])) for entry in entries]
-            yield from _of_entries(own, local(parameter).numel(), names[id(parameter)])
-
-
-def _of_entries(entries: list[tuple[Entry, Tensor]], numel: int, name: str) -> Found:
-    for entry, x in entries:
-        if entry.role == "shared" or not x.is_floating_point() or not x.numel():
+    for parameter, entry, _, x in optimizer.own.kept():
+        if id(parameter) not in names or entry.role == "shared" or not x.is_floating_point() or not x.numel():
             continue
         block = 1 if entry.part is None or entry.cut == "tensor" else entry.part.block
         count = count_nonfinite(x) * block
         if block > 1:
             # The last number may be that of fewer elements.
-            count = count - torch.where(torch.isfinite(x[-1]), 0, x.numel() * block - numel)
-        yield name, entry.name, count
+            count = count - torch.where(torch.isfinite(x[-1]), 0, x.numel() * block - local(parameter).numel())
+        yield names[id(parameter)], entry.name, count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -50,13 +51,13 @@ def is_cut(placement: Placement) -> bool:
     )
 
 
-def offset_of_local_part(x: DTensor) -> tuple[int, ...]:
-    """Return the offsets of this rank's part in the whole, by dimension.
+def offset_of_local_part(x: DTensor, shape: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the offsets of this rank's part in the whole, by dimension; or in a tensor of another shape that is placed as ``x`` is.
 
     Raises:
         ImportError: torch has no function for it any more; there is no public one.
     """
-    return _shape_and_offset(x)[1]
+    return _shape_and_offset(x, x.shape if shape is None else shape)[1]
 
 
 def shape_of_local_part(x: DTensor) -> tuple[int, ...]:
@@ -65,15 +66,15 @@ def shape_of_local_part(x: DTensor) -> tuple[int, ...]:
     Raises:
         ImportError: The function is missing, as for :func:`offset_of_local_part`.
     """
-    return _shape_and_offset(x)[0]
+    return _shape_and_offset(x, x.shape)[0]
 
 
-def _shape_and_offset(x: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _shape_and_offset(x: DTensor, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     find: Any = getattr(import_module("torch.distributed.tensor._utils"), "compute_local_shape_and_global_offset", None)
     if find is None:
         raise ImportError(
             "DTensor parameters: this torch has no torch.distributed.tensor._utils.compute_local_shape_and_global_offset; accepted are"
             " versions of torch that everybit was tested with (2.11 to 2.13)."
         )
-    shape, offset = find(x.shape, x.device_mesh, x.placements)
-    return tuple(shape), tuple(offset)
+    own, offset = find(tuple(shape), x.device_mesh, x.placements)
+    return tuple(own), tuple(offset)

@@ -80,7 +80,7 @@ class Entry:
         """The entry's shape for a parameter of this shape; ``own`` is that which it has here."""
         if self.cut in ("tensor", "copy"):
             return tuple(own)
-        return tuple(parameter) if self.part is None else self.part.shape(parameter)
+        return tuple(parameter) if self.part is None or self.cut == "element" else self.part.shape(parameter)
 
     def range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of the entry's numbers that belong to the elements ``start`` to ``stop`` of its parameter.
@@ -90,8 +90,10 @@ class Entry:
         """
         if self.cut in ("tensor", "copy"):
             raise ValueError(f"{self.name}: cannot be cut; its rule is {self.cut!r}.")
+        if self.part is None or self.cut == "element":
+            return start, stop
         try:
-            return (start, stop) if self.part is None else self.part.range(start, stop)
+            return self.part.range(start, stop)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 

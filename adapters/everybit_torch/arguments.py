@@ -13,6 +13,7 @@ import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from types import FunctionType
 from typing import Any, TypedDict
 
@@ -196,9 +197,12 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
 
 def is_frozen(value: object) -> bool:
     """Whether a hyperparameter can only be replaced, or is a tensor. A step reads a tensor's number anew."""
-    return type(value) in (float, int, bool, str, type(None), FunctionType) or (
-        all(map(is_frozen, value)) if type(value) is tuple else isinstance(value, Tensor)
-    )
+    if type(value) in (float, int, bool, str, type(None), FunctionType) or isinstance(value, Tensor):
+        return True
+    if type(value) is tuple:
+        return all(map(is_frozen, value))
+    settings: Any = getattr(type(value), "__dataclass_params__", None)
+    return settings is not None and settings.frozen and all(is_frozen(getattr(value, f.name)) for f in fields(value))  # type: ignore[arg-type]
 
 
 def differ(new: object, old: object) -> bool:

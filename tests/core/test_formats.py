@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import LOW_DTYPES, LowDType, torch_dtype
+from everybit.base import DTYPES, LOW_DTYPES, LowDType
 from everybit.base.rounding import half_ulp
 from everybit.formats import Format, bytes_of
 from tests.support.float_patterns import (
@@ -270,7 +270,7 @@ def test_the_first_part_is_what_is_kept_rounded(format: Format) -> None:
     kept = format.decode(parts, parts[0].shape, "float32")
     value = value_dtype(format)
     distance = (parts[0].double() - kept.double()).abs()
-    nearest = (kept.to(torch_dtype(value)).double() - kept.double()).abs()
+    nearest = (kept.to(DTYPES[value]).double() - kept.double()).abs()
     number = kept.isfinite() & parts[0].isfinite()
     assert (distance[number] <= nearest[number]).all()  # ties may go either way
 
@@ -325,13 +325,13 @@ def test_the_model_sees_the_nearest_value(format: Format) -> None:
     """
     x = samples()
     value = value_dtype(format)
-    first, cast = format.encode(x, key())[0], x.to(torch_dtype(value))
+    first, cast = format.encode(x, key())[0], x.to(DTYPES[value])
     rounds_the_rest = isinstance(format, eb.Kahan) and format.residual != "float32"
     if isinstance(format, (eb.Nearest, eb.Kahan, eb.Master)) and not rounds_the_rest:
         assert_same_numbers(first, cast)
     elif rounds_the_rest:
         kept = round_trip(format, x)
-        assert_same_numbers(first, kept.to(torch_dtype(value)))
+        assert_same_numbers(first, kept.to(DTYPES[value]))
         differs = (first != cast) & ~x.isnan()
         h, off = half_step(x, value), (x.double() - first.double()).abs()
         assert (off <= h + error_bound(format, x))[differs].all()
@@ -388,7 +388,7 @@ def test_what_somebody_wrote_to_the_weights_counts(format: Format) -> None:
         3e-7,
     ]
     numbers += [2.0**-126, 1e-40, 2.0**-133, 3.3e38, 65504.0]
-    for written in torch.tensor([*numbers, *(-number for number in numbers)]).to(torch_dtype(value)):
+    for written in torch.tensor([*numbers, *(-number for number in numbers)]).to(DTYPES[value]):
         if written.isinf():
             continue  # float16 of 3.3e38: infinities have a test of their own
         decoded = format.decode((written.expand_as(stale), stale), stale.shape, "float32")

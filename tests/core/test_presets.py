@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit.base import LOW_DTYPES, FloatDType, torch_dtype
+from everybit.base import DTYPES, LOW_DTYPES, FloatDType
 from everybit.policies import resolve
 
 PRESETS = eb.policies.PRESETS
@@ -26,8 +26,8 @@ def storages(tree: object) -> dict[int, int]:
 def bytes_allocated(policy: eb.Policy, model: FloatDType) -> float:
     """Bytes per parameter of parameters, gradients and state after a real step."""
     opt = eb.with_policy(eb.adamw(1e-3), policy, unsafe="allow")
-    params = {name: torch.ones(shape, dtype=torch_dtype(model)) for name, shape in {"a": (32, 16), "b": (256,)}.items()}
-    main = torch_dtype(resolve(policy, model).grads_main)
+    params = {name: torch.ones(shape, dtype=DTYPES[model]) for name, shape in {"a": (32, 16), "b": (256,)}.items()}
+    main = DTYPES[resolve(policy, model).grads_main]
     grads = eb.tree.map(lambda p: torch.ones_like(p, dtype=main), params)
     params, state = opt.step(params, grads, opt.init(params))
     return sum(storages((params, grads, state)).values()) / eb.tree.size(params)
@@ -66,7 +66,7 @@ def test_presets_are_found_by_name() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_a_step_returns_shares_no_memory_with_what_it_was_given(name: str) -> None:
     opt = eb.with_policy(eb.adamw(1e-3), PRESETS[name], unsafe="allow")
-    params = torch.ones(8, dtype=torch_dtype(PRESETS[name].model_dtype))
+    params = torch.ones(8, dtype=DTYPES[PRESETS[name].model_dtype])
     grads, state = torch.ones_like(params), opt.init(params)
     assert not storages(params).keys() & storages(state).keys()
     assert not storages((params, grads, state)).keys() & storages(opt.step(params, grads, state)).keys()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everybit.base import LOW_DTYPES, LowDType, sqrt, torch_dtype
+from everybit.base import DTYPES, LOW_DTYPES, LowDType, sqrt
 from everybit.base.rounding import DROPPED_BITS, floor_stochastic, half_ulp, narrow, nearest, stochastic, widen
 from tests.support.float_patterns import (
     EVERY_PATTERN,
@@ -49,7 +49,7 @@ def around(dtype: LowDType) -> Tensor:
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 def test_nearest_is_torchs_cast_around_every_value(dtype: LowDType) -> None:
     x = around(dtype)
-    cast = x.to(torch_dtype(dtype))
+    cast = x.to(DTYPES[dtype])
     assert_same_numbers(nearest(x, dtype), cast.float())
     assert_same_numbers(narrow(nearest(x, dtype), dtype), cast)
 
@@ -57,7 +57,7 @@ def test_nearest_is_torchs_cast_around_every_value(dtype: LowDType) -> None:
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 @given(x=float32s)
 def test_nearest_is_torchs_cast_of_any_number(dtype: LowDType, x: Tensor) -> None:
-    assert_same_numbers(nearest(x, dtype), x.to(torch_dtype(dtype)).float())
+    assert_same_numbers(nearest(x, dtype), x.to(DTYPES[dtype]).float())
 
 
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
@@ -208,7 +208,7 @@ def test_compiled_code_gives_the_same_bits() -> None:
     cases = []
     for take in (slice(None), slice(256, 257), 3, 97):
         part = x[take].clone()
-        stored = [patterns[take].clone().view(torch_dtype(dtype)) for dtype in LOW_DTYPES]
+        stored = [patterns[take].clone().view(DTYPES[dtype]) for dtype in LOW_DTYPES]
         cases.append((part, key().bits(part), stored))
 
     def run(cases: list[tuple[Tensor, Tensor, list[Tensor]]]) -> list[list[Tensor]]:

@@ -138,7 +138,7 @@ def captured() -> None:
     before = whole(model)
     optimizer.place()
     with patch.object(stepping, "is_capturing", lambda: True), pytest.raises(RuntimeError, match="CUDA graph"):
-        stepping.prepare(optimizer.own)
+        stepping.add_totals(optimizer.own, *stepping.find_gradients(optimizer.own))
     assert equal(whole(model), before)
     optimizer.step()
     assert not equal(whole(model), before)

@@ -143,7 +143,7 @@ FAULTS: tuple[Fault, ...] = (
     *_of(
         "adapters/everybit_torch",
         ("torch_internals/cpp_loops.py", 'f"logical({self.shifted[left][0]}, {self.shifted[left][1]})"', 'f"{self.shifted[left][0]} >> {self.shifted[left][1]}"', "torch/test_loops.py"),
-        ("compiled/variants.py", "if one is not None and one.key == keys[place]", "if one is not None", "torch/test_compiled_hyperparameters.py"),
+        ("compiled/variants.py", "if one is not None and one.key == keys[kind]", "if one is not None", "torch/test_compiled_hyperparameters.py"),
         ("planning/allocations.py", "weakref.finalize(storage, self.change, -storage.nbytes())", "pass", "planning"),
     ),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everybit import Key
-from everybit.base import FirstElement, LowDType, torch_dtype
+from everybit.base import DTYPES, FirstElement, LowDType
 
 EVERY_PATTERN = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 
@@ -44,7 +44,7 @@ def spread(count: int, *, seed: int = 0) -> Tensor:
 
 def every(dtype: LowDType) -> Tensor:
     """All 2**16 values of ``dtype``."""
-    return EVERY_PATTERN.view(torch_dtype(dtype))
+    return EVERY_PATTERN.view(DTYPES[dtype])
 
 
 @cache

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from everybit.base import torch_dtype
+from everybit.base import DTYPES
 from everybit.policies import Resolved
 from everybit_torch.collectives.communicator import Communicator, PendingCollective
 
@@ -73,7 +73,7 @@ class Wire:
     @classmethod
     def of(cls, resolved: Resolved, ranks: int) -> Wire:
         """Return the wire of a policy between so many ranks. One rank sums no values; the library sums float32 and wider dtypes."""
-        dtype = torch_dtype(resolved.grads_comm)
+        dtype = DTYPES[resolved.grads_comm]
         exact = resolved.reduce == "float32" and dtype.itemsize < 4 and ranks > 1
         half = dtype is torch.float16 and not exact
         return cls(dtype, exact, 2.0 ** -math.ceil(math.log2(ranks)) if half else 1.0)
@@ -88,7 +88,7 @@ class Wire:
         """
         within = cls.of(resolved, inner)
         if within.exact and outer > 1:
-            return within, cls(torch_dtype(resolved.grads_main), exact=True)
+            return within, cls(DTYPES[resolved.grads_main], exact=True)
         return within, cls.of(resolved, outer)
 
 
@@ -109,7 +109,7 @@ class GradientWires:
     @classmethod
     def of(cls, resolved: Resolved, inner: int, outer: int) -> GradientWires:
         """Those of a policy, between so many ranks."""
-        return cls(torch_dtype(resolved.grads_main), *Wire.pair(resolved, inner, outer))
+        return cls(DTYPES[resolved.grads_main], *Wire.pair(resolved, inner, outer))
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.policies import AnyPolicy
+from everybit.protocol import Due
 from everybit.stepping import OptimizerState
 from everybit.stepping.layout import Layout
 from everybit_torch import notices
@@ -33,7 +34,6 @@ from everybit_torch.compiled.compilation import (
 )
 from everybit_torch.compiled.direct_calls import DirectCalls, is_settled
 from everybit_torch.compiled.traceable_numbers import Factory, fits, is_number, needed_as_numbers, without_values
-from everybit_torch.host_counts import Due
 from everybit_torch.label_resolution import Decision, applied
 from everybit_torch.streams import is_capturing
 
@@ -49,7 +49,7 @@ R = TypeVar("R")
 Body = Callable[..., R]
 # What tells apart the steps of a group: dtype of the parameters, what masks and labels said, how many totals there are, which work is due,
 # and the choices of the body.
-_SiteKey = tuple[torch.dtype, Decision | None, int, Due, tuple[tuple[str, Any], ...]]
+_StepKind = tuple[torch.dtype, Decision | None, int, Due, tuple[tuple[str, Any], ...]]
 # What tells variants apart: the constants of the code, and which arguments are numbers.
 _VariantKey = tuple[dict[str, Any], tuple[str, ...]]
 Shape = tuple[torch.Size, tuple[int, ...]]
@@ -86,7 +86,7 @@ class Inputs:
     segment: object = None
     layout: Layout | None = None
 
-    def place(self) -> _SiteKey:
+    def kind(self) -> _StepKind:
         """Return what tells the step apart from the others of its group."""
         return self.tensors[0].dtype, self.decision, len(self.totals), self.due, self.choices
 
@@ -131,14 +131,6 @@ class _Variant(Generic[R]):
         self.waits = 2**self.declined - 2
 
 
-@dataclass(slots=True)
-class _Site(Generic[R]):
-    """The variants for one place in a group; with the numbers that have to be constants, by the names of all."""
-
-    variants: list[_Variant[R]] = field(default_factory=list)
-    constant: dict[frozenset[str], set[str]] = field(default_factory=dict)
-
-
 class Variants(Generic[R]):
     """The compiled steps of one param group, or its compiled contributions to totals.
 
@@ -154,16 +146,17 @@ class Variants(Generic[R]):
     def __init__(self, number: int, factory: Factory, seed: int, body: Body[R], given: bool | str = True) -> None:
         self._number, self._factory, self._seed, self._body = number, factory, seed, body
         self._given = given
-        self._sites: dict[_SiteKey, _Site[R]] = {}
-        self._chosen: dict[_SiteKey, _Variant[R] | None] = {}
+        self._made: dict[_StepKind, list[_Variant[R]]] = {}
+        self._constant: dict[tuple[_StepKind, frozenset[str]], set[str]] = {}  # numbers that have to be constants
+        self._chosen: dict[_StepKind, _Variant[R] | None] = {}
         self._told: set[str] = set()
         self._told_of_compilation = False
         self._level = logging.WARNING if given == "auto" else logging.INFO
 
     def follow(self, arguments: Mapping[str, Any]) -> bool:
         """Forget the variants that are of other hyperparameters than these; return whether there was one."""
-        before, keys = self._chosen, {place: self._key(self._sites[place], arguments) for place in self._chosen}
-        self._chosen = {place: one for place, one in before.items() if one is not None and one.key == keys[place]}
+        before, keys = self._chosen, {kind: self._key(kind, arguments) for kind in self._chosen}
+        self._chosen = {kind: one for kind, one in before.items() if one is not None and one.key == keys[kind]}
         return len(self._chosen) < len(before)
 
     def again(self, inputs: Inputs, numbers: Tensor) -> Callable[[Tensor], object] | None:
@@ -171,7 +164,7 @@ class Variants(Generic[R]):
 
         It takes the gradient; see :meth:`DirectCalls.again`.
         """
-        variant = self._chosen.get(inputs.place())
+        variant = self._chosen.get(inputs.kind())
         direct = None if variant is None or inputs.totals else variant.run
         if not isinstance(direct, DirectCalls):
             return None
@@ -248,20 +241,19 @@ class Variants(Generic[R]):
 
     def _choose(self, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant[R] | None:
         """The variant for these inputs; None if there are too many."""
-        place = inputs.place()
-        if place not in self._chosen:
-            site = self._sites.setdefault(place, _Site())
-            self._chosen[place] = self._find(site, inputs, arguments)
-        return self._chosen[place]
+        kind = inputs.kind()
+        if kind not in self._chosen:
+            self._chosen[kind] = self._find(kind, inputs, arguments)
+        return self._chosen[kind]
 
-    def _find(self, site: _Site[R], inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant[R] | None:
-        numbers, constant = self._numbers(site, arguments)
-        key = (_constants(arguments, constant), numbers)
-        known = next((one for one in site.variants if one.key == key), None)
+    def _find(self, kind: _StepKind, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant[R] | None:
+        numbers, constant = self._numbers(kind, arguments)
+        key, made = (_constants(arguments, constant), numbers), self._made.setdefault(kind, [])
+        known = next((one for one in made if one.key == key), None)
         if known is not None:
             return known
-        if len(site.variants) >= LIMIT:
-            self._tell_of_too_many(site, key)
+        if len(made) >= LIMIT:
+            self._tell_of_too_many(made, key)
             return None
         if candidates := set(numbers) - constant:
             constant |= needed_as_numbers(self._factory, arguments, candidates, self._trial(inputs))
@@ -281,17 +273,17 @@ class Variants(Generic[R]):
             inputs.returns,
         )
         variant.run = variant.make()
-        site.variants.append(variant)
+        made.append(variant)
         return variant
 
-    def _key(self, site: _Site[R], arguments: Mapping[str, Any]) -> _VariantKey:
-        numbers, constant = self._numbers(site, arguments)
+    def _key(self, kind: _StepKind, arguments: Mapping[str, Any]) -> _VariantKey:
+        numbers, constant = self._numbers(kind, arguments)
         return _constants(arguments, constant), numbers
 
-    def _numbers(self, site: _Site[R], arguments: Mapping[str, Any]) -> tuple[tuple[str, ...], set[str]]:
-        """The names of the arguments that are numbers, and of those of them that have to be constants in this place."""
+    def _numbers(self, kind: _StepKind, arguments: Mapping[str, Any]) -> tuple[tuple[str, ...], set[str]]:
+        """The names of the arguments that are numbers, and of those of them that have to be constants in steps of this kind."""
         numbers = tuple(name for name, value in arguments.items() if is_number(value))
-        constant = site.constant.setdefault(frozenset(numbers), set())
+        constant = self._constant.setdefault((kind, frozenset(numbers)), set())
         constant |= {name for name in numbers if not fits(arguments[name])}
         return numbers, constant
 
@@ -361,10 +353,10 @@ class Variants(Generic[R]):
             seconds,
         )
 
-    def _tell_of_too_many(self, site: _Site[R], key: _VariantKey) -> None:
-        if all(variant.refused for variant in site.variants):
+    def _tell_of_too_many(self, made: Sequence[_Variant[R]], key: _VariantKey) -> None:
+        if all(variant.refused for variant in made):
             return  # that was told
-        changing = sorted({name for one in site.variants for name in key[0] if one.key[0].get(name) != key[0][name]})
+        changing = sorted({name for one in made for name in key[0] if one.key[0].get(name) != key[0][name]})
         listed = ", ".join(changing)
         self._tell(
             f"for other values of {listed}",

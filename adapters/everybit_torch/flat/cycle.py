@@ -175,12 +175,12 @@ class GradientCycle(ABC):
         """Give the optimizer's parameters these gradients, if they show others."""
 
     @abstractmethod
-    def _counted(self) -> dict[str, Tensor]:
-        """The gradients that count here in a sum over all ranks, by name: of ranks that hold the same, the first's."""
+    def _counted(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those of this rank's gradients that count here in a sum over all ranks, by name: of ranks that hold the same, the first's."""
 
-    def _flat_gradients(self) -> list[Tensor]:
+    def _flat_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """The gradients that count here as vectors, for their norm."""
-        return [gradient.reshape(-1) for gradient in self._counted().values()]
+        return [gradient.reshape(-1) for gradient in self._counted(gradients).values()]
 
     def _summed(self, numbers: Tensor) -> Tensor:
         """Sum over all ranks."""
@@ -193,9 +193,10 @@ class GradientCycle(ABC):
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """Complete the gradients, and scale them; return their norm."""
         self.finish_gradients()
-        norm = self._norm([*self._counted().values()], float(norm_type))
+        gradients = self._gradients()
+        norm = self._norm([*self._counted(gradients).values()], float(norm_type))
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's
-        for gradient in self._gradients().values():
+        for gradient in gradients.values():
             gradient.mul_(scale.to(gradient.dtype))
         return norm
 
@@ -239,7 +240,7 @@ class GradientCycle(ABC):
 
         An element that is not finite shows in the sum; of large float64 numbers the squares may overflow, so that elements are counted.
         """
-        squares = self._summed(self._squares(self._flat_gradients()))
+        squares = self._summed(self._squares(self._flat_gradients(gradients)))
         if self._nan == "off" or math.isfinite(float(squares)):
             return squares, (), False
         found = self._find_nonfinite(gradients)

@@ -263,12 +263,12 @@ class BufferStepper(GradientCycle):
             for name, gradient in gradients.items():
                 self._stepped[name].grad = gradient
 
-    def _flat_gradients(self) -> list[Tensor]:
+    def _flat_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:  # noqa: ARG002  # parts of these
         """Return main gradients as they lie, with zeros in padding and for parameters without a gradient."""
         return [of.own for of in self.buffers] if self._counts else []
 
-    def _counted(self) -> dict[str, Tensor]:
-        return self._gradients() if self._counts else {}
+    def _counted(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return gradients if self._counts else {}
 
     def _has_nonfinite(self) -> Tensor:
         """1 if a main gradient has an element that is not finite, else 0: int32, 0-d, on the device."""

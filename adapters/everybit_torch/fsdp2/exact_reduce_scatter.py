@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everybit.base import LowDType, require_member, torch_dtype
+from everybit.base import DTYPES, LowDType, require_member
 from everybit_torch.collectives import Communicator, Wire, cast, reduce_scatter_into
 from everybit_torch.torch_internals.fsdp import ReduceScatter
 
@@ -39,7 +39,7 @@ class ExactReduceScatter(ReduceScatter):
 
     def __init__(self, wire: LowDType = "bfloat16") -> None:
         require_member(wire, ("bfloat16", "float16"), field="ExactReduceScatter.wire")
-        self._wire = Wire(torch_dtype(wire), exact=True)
+        self._wire = Wire(DTYPES[wire], exact=True)
         self.sent = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:

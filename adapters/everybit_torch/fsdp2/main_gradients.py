@@ -178,15 +178,18 @@ class MainGradient(ReduceScatter):
                 " inside sync(), or after no_sync(). (model.set_requires_gradient_sync is the stepper's to call.)"
             )
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's rows of the sums, in the shape of its rows of the parameter."""
-        assert self.main is not None
-        start, rows = self._places[parameter], local(parameter)
-        return self.main[start : start + rows.numel()].view(rows.shape)
-
     def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Those of all parameters of which something was sent in this cycle."""
-        return {} if self._is_fresh else {p: self.gradient(p) for p in self._places if p.requires_grad}
+        """This rank's rows of the sums, in the shapes of its rows of parameters; none before something was sent in this cycle."""
+        if self._is_fresh:
+            return {}
+        assert self.main is not None
+        main, trained = self.main, [p for p in self._places if p.requires_grad]
+        shapes = [rows.shape for rows in map(local, trained)]
+        starts = [self._places[p] for p in trained]
+        return {
+            p: main[start : start + shape.numel()].view(shape)
+            for p, start, shape in zip(trained, starts, shapes, strict=True)
+        }
 
     def forget(self) -> None:
         """Begin a cycle."""

@@ -122,9 +122,8 @@ class FSDP2Stepper(GradientCycle):
                 )
         return {name for name, here in zip(self.parameters, summed[:count], strict=True) if here}
 
-    def _counted(self) -> dict[str, Tensor]:
+    def _counted(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         first = self.outer.rank == 0
-        gradients = self._gradients()
         return {name: x for name, x in gradients.items() if first or self._rows.cuts(self.parameters[name])}
 
     def _own_nonfinite(self) -> Mapping[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import everybit as eb
-from everybit.base import torch_dtype
+from everybit.base import DTYPES
 from everybit.stepping import state_bytes
 from everybit_torch.optim.parameters import Parameters
 from everybit_torch.segments import Segment
@@ -25,7 +25,7 @@ def bytes_table(parameters: Parameters) -> dict[str, int]:
     table = {"parameter": sum(local(p).nbytes for p in parameters.waiting()), "compensation": 0, "gradient": 0}
     for one in parameters.stepped:
         segment = one.of.segment
-        size = torch_dtype(segment.stored.grads_main).itemsize
+        size = DTYPES[segment.stored.grads_main].itemsize
         for parameter in one.of.parameters:
             table["parameter"] += local(parameter).nbytes
             grad = parameter.grad
@@ -34,7 +34,7 @@ def bytes_table(parameters: Parameters) -> dict[str, int]:
     for member in parameters.visited():
         here, grad = local(member.parameter), member.parameter.grad
         table["parameter"] += here.nbytes
-        size = torch_dtype(member.visitor.shadow().stored.grads_main).itemsize
+        size = DTYPES[member.visitor.shadow().stored.grads_main].itemsize
         table["gradient"] += here.numel() * size if grad is None else local(grad).nbytes
         if member.visitor.segment is not None:
             _add_state(table, member.visitor.segment)

@@ -222,10 +222,11 @@ class TorchOptimizer(LightOptimizer):
         if self.release is not None:
             self.release.finish()
             return
-        self.prepare()
-        prepared = stepping.prepare(self.own)
-        self._require_some_gradient(has_gradients=bool(prepared.tasks or prepared.visits))
-        measured = stepping.step(prepared, metrics=self.metrics_enabled)
+        self.prepare()  # what has changed since the last step
+        tasks, visits = stepping.find_gradients(self.own)
+        stepping.add_totals(self.own, tasks, visits)
+        measured = stepping.step(self.own, tasks, visits, metrics=self.metrics_enabled)
+        self._require_some_gradient(has_gradients=bool(tasks or visits))
         if self.metrics_enabled:
             self.note_metrics(measured)
 

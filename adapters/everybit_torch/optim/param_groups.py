@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.base import dtype_name, torch_dtype
+from everybit.base import DTYPES, dtype_name
 from everybit.policies import AnyPolicy, describe, for_dtype, native, policies_of
 from everybit_torch.label_resolution import Tree, applied, decide, resolve_parameters, tree_of
 from everybit_torch.optim.state_dicts.saved_structure import shown
@@ -210,7 +210,7 @@ def main_gradients(
     known = {key: tensor for key, tensor in tree.items() if tensor.dtype in policies}  # a step refuses others
     resolved = resolve_parameters(policies, known)
     for tensor in known.values():
-        main = torch_dtype(resolved[id(tensor)].grads_main)
+        main = DTYPES[resolved[id(tensor)].grads_main]
         if main is tensor.dtype or tensor.grad_dtype is None:  # who gives it gradients decides
             continue
         if is_dtensor(tensor):

@@ -1,9 +1,9 @@
-"""A step of all parameters: gradients are looked at, totals found, and only then is a weight changed."""
+"""A step of all parameters, in the order of events: gradients are looked at, totals found, and only then is a weight changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.protocol import Due
 from everybit.stepping import Metrics
 from everybit_torch.dtensors import axis_of, is_primary_copy, mesh_of
-from everybit_torch.host_counts import Due
 from everybit_torch.optim import common_numbers
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.visiting import Visit, Visited
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Task:
     """Parameters that have gradients.
 
@@ -33,38 +33,26 @@ class Task:
         stepped: The parameters.
         grads: Their gradients, of this rank's parts.
         due: The periodic work that is due.
+        totals: The totals of the transform's requests.
+        gathered: The gradients in the shape of the segment's tensor, if they were gathered for totals.
     """
 
     stepped: Stepped
     grads: list[Tensor]
     due: Due = ()
+    totals: Sequence[Tensor] = ()
+    gathered: Tensor | None = None
 
     def gather(self) -> Tensor:
         """Return the gradients in the shape of the segment's tensor."""
         return self.stepped.of.gather(self.grads)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A step that was judged.
-
-    Attributes:
-        parameters: All there are.
-        tasks: Those that have gradients, and are stepped here.
-        visits: Parameters that visit owners, some of which have gradients.
-        totals: The totals of the transform's requests by id of the task, and those of visiting parameters by source.
-        gathered: Gradients that were gathered for them.
-    """
-
-    parameters: Parameters
-    tasks: list[Task]
-    visits: list[Visit]
-    totals: dict[object, list[Tensor]] = field(default_factory=dict)
-    gathered: dict[int, Tensor] = field(default_factory=dict)
+# -- 1: gradients; nothing is changed yet ---------------------------------------------------------------------------------------
 
 
-def prepare(parameters: Parameters) -> Prepared:
-    """Find the gradients, and the totals of transforms that make requests; no weight is changed yet.
+def find_gradients(parameters: Parameters) -> tuple[list[Task], list[Visit]]:
+    """Find the parameters that have gradients: those that are stepped here, and those that visit owners.
 
     Parameters of a bucket of which some have no gradient are stepped by themselves from here on: their counts of steps differ.
 
@@ -96,19 +84,7 @@ def prepare(parameters: Parameters) -> Prepared:
         visit.visiting.prepare(visit.grads)
     if visits:
         common_numbers.require_all(parameters, [task.stepped for task in tasks], visits)
-    prepared = Prepared(parameters, tasks, [one for one in visits if any(grad is not None for grad in one.grads)])
-    reducing = [task for task in tasks if task.stepped.of.segment.optimizer.reduces]
-    sources = [task.stepped.group.source for task in reducing]
-    sources += [
-        one.group.source for visit in prepared.visits for one in visit.visiting.members if one.optimizer.reduces
-    ]
-    for source in dict.fromkeys(sources):
-        several = [task for task in reducing if task.stepped.group.source == source]
-        here = [visit for visit in prepared.visits if visit.visiting.source == source]
-        _settle_due(parameters, several, here)
-        prepared.gathered.update({id(task): task.gather() for task in several})
-        prepared.totals.update(_totals(parameters, several, here, prepared.gathered))
-    return prepared
+    return tasks, [one for one in visits if any(grad is not None for grad in one.grads)]
 
 
 def gradients(one: Stepped) -> list[Tensor | None]:
@@ -131,39 +107,35 @@ def gradients(one: Stepped) -> list[Tensor | None]:
     return [None if grad is None else local(grad) for grad in grads] if one.of.is_sharded else grads
 
 
-def _settle_due(parameters: Parameters, tasks: Sequence[Task], visits: Sequence[Visit]) -> None:
-    """Let all parameters and processes decide alike where it depends on due work which requests a transform makes.
-
-    Parameters may have different counts, and no process knows those of others. Where decisions may differ the device decides.
-    """
-    axes = [parameters.axis_and_counts(task.stepped.of.parameters[0])[0] for task in tasks]
-    alone = not visits and all(axis is eb.Local for axis in axes)
-    if alone and len({task.due for task in tasks}) == 1:
-        return
-    visited = [one for visit in visits for one in visit.visiting.members if one.optimizer.reduces]
-    segments = [*(task.stepped.of.segment for task in tasks), *(one.visitor.shadow() for one in visited)]
-    if any(parameters.sources.in_periodic_work(segment) for segment in segments):
-        for task in tasks:
-            task.due = ()
-        for one in visited:
-            one.due = ()
+# -- 2: totals; a collective, if a transform requests any -----------------------------------------------------------------------
 
 
-def _totals(
-    parameters: Parameters, tasks: Sequence[Task], visits: Sequence[Visit], gathered: Mapping[int, Tensor]
-) -> dict[object, list[Tensor]]:
-    """Find the totals of one source's requests, by task and of what visits.
+def add_totals(parameters: Parameters, tasks: Sequence[Task], visits: Sequence[Visit]) -> None:
+    """Find the totals that transforms request, and give them to those that are stepped by them."""
+    reducing = [task for task in tasks if task.stepped.of.segment.optimizer.reduces]
+    sources = [task.stepped.group.source for task in reducing]
+    sources += [one.group.source for visit in visits for one in visit.visiting.members if one.optimizer.reduces]
+    for source in dict.fromkeys(sources):
+        several = [task for task in reducing if task.stepped.group.source == source]
+        _add_totals(parameters, several, [visit for visit in visits if visit.visiting.source == source])
+
+
+def _add_totals(parameters: Parameters, tasks: Sequence[Task], visits: Sequence[Visit]) -> None:
+    """Find the totals of one source's requests.
 
     The norm of a parameter that visits is computed from this rank's rows, if it is the only request.
     """
+    plain = (eb.Local, True) if parameters.ranks is None else parameters.ranks
+    wholes = [task.stepped.of for task in tasks]
+    axes = [parameters.axis_and_counts(of.parameters[0]) if of.is_sharded else plain for of in wholes]
+    _settle_due(parameters, tasks, visits, is_alone=not visits and all(axis is eb.Local for axis, _ in axes))
     finds: dict[int, Callable[[Tensor, Sequence[Tensor], Due], Partial | None]] = {}
     work: list[Work] = []
-    keys: list[object] = []
-    for task in tasks:
-        one = task.stepped
-        keys.append(id(task))
-        axis, counts = parameters.axis_and_counts(one.of.parameters[0])
-        work.append(Work(one.of.segment, gathered[id(task)], task.due, counts, axis))
+    receivers: list[Task | Visit] = []
+    for task, (axis, counts) in zip(tasks, axes, strict=True):
+        one, task.gathered = task.stepped, task.gather()
+        work.append(Work(one.of.segment, task.gathered, task.due, counts, axis))
+        receivers.append(task)
         finds[id(one.of.segment)] = partial(one.steps.find, one.of.segment, decision=one.decision)
     for visit in visits:
         for member, grad in zip(visit.visiting.members, visit.grads, strict=True):
@@ -172,13 +144,30 @@ def _totals(
             shadow = member.visitor.shadow()
             axis, counts = parameters.axis_and_counts(member.parameter)
             work.append(Work(shadow, grad if counts else grad[:0], axis=axis))  # else the owner contributes
-            keys.append(visit.visiting.source)
+            receivers.append(visit)
             finds[id(shadow)] = partial(_at_owner, visit, member)
 
     def find(segment: Segment, grad: Tensor, totals: Sequence[Tensor], due: Due) -> Partial | None:
         return finds[id(segment)](grad, totals, due)
 
-    return dict(zip(keys, find_totals(work, find, parameters.sources), strict=True))
+    for receiver, totals in zip(receivers, find_totals(work, find, parameters.sources), strict=True):
+        receiver.totals = totals
+
+
+def _settle_due(parameters: Parameters, tasks: Sequence[Task], visits: Sequence[Visit], *, is_alone: bool) -> None:
+    """Let all parameters and processes decide alike where it depends on due work which requests a transform makes.
+
+    Parameters may have different counts, and no process knows those of others. Where decisions may differ the device decides.
+    """
+    if is_alone and len({task.due for task in tasks}) == 1:
+        return
+    visited = [one for visit in visits for one in visit.visiting.members if one.optimizer.reduces]
+    segments = [*(task.stepped.of.segment for task in tasks), *(one.visitor.shadow() for one in visited)]
+    if any(parameters.sources.in_periodic_work(segment) for segment in segments):
+        for task in tasks:
+            task.due = ()
+        for one in visited:
+            one.due = ()
 
 
 def _at_owner(
@@ -191,39 +180,44 @@ def _at_owner(
     return visit.visiting.contribution(member, visit.grads, totals)
 
 
-def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
+# -- 3: steps -------------------------------------------------------------------------------------------------------------------
+
+
+def step(
+    parameters: Parameters, tasks: Sequence[Task], visits: Sequence[Visit], *, metrics: bool = False
+) -> Metrics | None:
     """Carry a step out.
 
     Args:
-        prepared: The result of :func:`prepare`.
+        parameters: All there are.
+        tasks: Those that have gradients, and are stepped here.
+        visits: Those that visit owners.
         metrics: Whether to measure it.
 
     Returns:
         The metrics of the parameters on this rank.
     """
     measured: Metrics | None = None
-    mesh = measured_mesh(prepared.parameters) if metrics else None
-    looked_up = [] if metrics or torch.compiler.is_compiling() else prepared.tasks
-    ready = {id(task): one for task in looked_up if (one := _ready(task)) is not None}
-    for task in prepared.tasks:
-        if id(task) in ready:
-            one = ready[id(task)]
-            one.call(one.grad)
+    mesh = measured_mesh(parameters) if metrics else None
+    looked_up = [] if metrics or torch.compiler.is_compiling() else tasks
+    ready = {task: one for task in looked_up if (one := _ready(task)) is not None}
+    for task in tasks:
+        if task in ready:
+            ready[task].call(ready[task].grad)
             continue
         if task.stepped.of.segment.is_whole and not task.stepped.of.numel:
             continue  # another rank has the whole tensor
-        totals = prepared.totals.get(id(task), ())
-        grad = prepared.gathered.pop(id(task), None)
-        found = step_one(task, task.gather() if grad is None else grad, totals, metrics=metrics)
+        grad, task.gathered = task.gather() if task.gathered is None else task.gathered, None
+        found = step_one(task, grad, metrics=metrics)
         if found is not None and is_counted(task.stepped, mesh):
             measured = found if measured is None else added(measured, found)
     for one in ready.values():
         one.segment.note_step(one.before)
-    if any(task.stepped.of.segment.optimizer.common for task in prepared.tasks):
-        common_numbers.spread(prepared.parameters.stepped, [task.stepped for task in prepared.tasks])
-    for visit in prepared.visits:
+    if any(task.stepped.of.segment.optimizer.common for task in tasks):
+        common_numbers.spread(parameters.stepped, [task.stepped for task in tasks])
+    for visit in visits:
         device = local(visit.visiting.members[0].parameter).device
-        totals = [x.to(device) for x in prepared.totals.get(visit.visiting.source, ())]
+        totals = [x.to(device) for x in visit.totals]
         found = visit.visiting.step(visit.grads, totals, metrics=metrics)
         if found is not None:
             measured = found if measured is None else added(measured, found)
@@ -265,10 +259,10 @@ def is_counted(one: Stepped, mesh: DeviceMesh | None) -> bool:
     return mesh is None or is_primary_copy(one.of.parameters[0], mesh)
 
 
-def step_one(task: Task, grad: Tensor, totals: Sequence[Tensor] = (), *, metrics: bool = False) -> Metrics | None:
+def step_one(task: Task, grad: Tensor, *, metrics: bool = False) -> Metrics | None:
     """Step some parameters at once."""
     one, segment = task.stepped, task.stepped.of.segment
-    here = [x if x.device == segment.tensor.device else x.to(segment.tensor.device) for x in totals]
+    here = [x if x.device == segment.tensor.device else x.to(segment.tensor.device) for x in task.totals]
     found = one.steps.step(segment, grad, here, decision=one.decision, due=task.due, metrics=metrics)
     one.of.scatter()
     return found

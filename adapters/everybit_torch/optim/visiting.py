@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.protocol import Due
 from everybit.stepping import Metrics
 from everybit.stepping.entries import Entry
 from everybit_torch.collectives import Communicator
 from everybit_torch.dtensors import RowShards, like
-from everybit_torch.host_counts import Due
 from everybit_torch.label_resolution import Decision
 from everybit_torch.optim.groups import Group
 from everybit_torch.optim.visits import Of, Visitor, Visits
@@ -234,16 +234,19 @@ class Visiting:
                     self._replace(one, Segment(old.optimizer, old.tensor, old.state, one.visitor.first))
 
 
-class Visit(NamedTuple):
-    """Parameters that visit owners.
+@dataclass(slots=True)
+class Visit:
+    """Parameters that visit owners for a step.
 
     Attributes:
         visiting: The parameters.
         grads: The gradients of this rank's rows.
+        totals: The totals of the transform's requests.
     """
 
     visiting: Visiting
     grads: list[Tensor | None]
+    totals: Sequence[Tensor] = ()
 
 
 def _least(dtype: torch.dtype) -> float:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.protocol import Pending, SumOfSquares, advance, fields_of, periods, transforms_in
-from everybit_torch.host_counts import Due
+from everybit.protocol import Due, Pending, SumOfSquares, advance, fields_of, periods, transforms_in
 from everybit_torch.segments.segment import Segment
 
 Form = tuple[object, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,13 @@ import everybit as eb
 from everybit.base import Blocks, FirstElement, Scattered
 from everybit.formats import PartSpec
 from everybit.policies import Resolved
-from everybit.protocol import advance, require_done
+from everybit.protocol import Due, advance, require_done
 from everybit.stepping import Metrics, OptimizerState, StepTrace
 from everybit.stepping.entries import Entry, cut, entries, map_parts
 from everybit.stepping.layout import Layout
 from everybit.stepping.metrics import measure
-from everybit_torch.host_counts import Due, HostCount
+from everybit_torch.streams import is_capturing
+from everybit_torch.torch_internals.tensors import version
 
 PIECE = 1 << 18
 """Elements that are stepped at a time on a CPU without a compiler: the temporaries of one operation fit into a core's cache."""
@@ -28,6 +30,52 @@ DEVICE_PIECE = 1 << 24
 
 CHUNK = 1 << 22
 """Elements of which the state is initialised at a time, so that a first step needs no float32 copy of the model."""
+
+
+class HostCount:
+    """A host-side copy of a count on the device, which is valid as long as no other code writes to the tensor.
+
+    Code that counts a step notes it here as well. A tensor that other code wrote to (a loader, an import, code of the user's) has another
+    version than was noted, and is read again. A step that is captured in a CUDA graph, or in code that a user compiles, is repeated
+    without notice here, so that such a count is never known again.
+    """
+
+    __slots__ = ("_at", "_captured", "_tensor", "_value")
+
+    def __init__(self) -> None:
+        self._tensor: weakref.ref[Tensor] | None = None  # weak: counts of units that were cut are freed
+        self._at = self._value = 0
+        self._captured = False
+
+    def known(self, count: Tensor) -> int | None:
+        """The value of a count; None if only the device knows it."""
+        if self._captured or self._tensor is None or self._tensor() is not count or self._at != version(count):
+            return None
+        return self._value
+
+    def note(self, count: Tensor, value: int | None) -> None:
+        """Note the count's value; None: it is unknown."""
+        if value is None or self._captured:
+            self._tensor = None
+            return
+        self._tensor, self._at, self._value = weakref.ref(count), version(count), value
+
+    def read(self, count: Tensor) -> int | None:
+        """The value of a count, for which the host waits if it does not know it; None where it cannot be known."""
+        if torch.compiler.is_compiling() or is_capturing():
+            self._captured = True
+        # Inference tensors have no versions.
+        if self._captured or count.is_meta or count.is_inference():
+            return None
+        value = self.known(count)
+        if value is None:
+            value = int(count)
+            self.note(count, value)
+        return value
+
+    def __reduce__(self) -> Any:
+        # A copy has another tensor, with versions counted anew.
+        return HostCount, ()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

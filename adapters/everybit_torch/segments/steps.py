@@ -11,6 +11,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.policies import AnyPolicy
+from everybit.protocol import Due
 from everybit.stepping import Metrics
 from everybit.stepping.entries import map_parts
 from everybit_torch.compiled import (
@@ -25,7 +26,6 @@ from everybit_torch.compiled import (
     may_compile,
     tell_of_small_models,
 )
-from everybit_torch.host_counts import Due
 from everybit_torch.label_resolution import Decision
 from everybit_torch.segments.segment import Segment, step_in_place
 from everybit_torch.segments.totals import Partial, contribution, find_uncompiled

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import FirstElement, sum_of_squares, torch_dtype
+from everybit.base import DTYPES, FirstElement, sum_of_squares
 from everybit.base.barriers import scratch_for
+from everybit.protocol import Due
 from everybit.protocol.requests import Kind
 from everybit.stepping import OptimizerState
 from everybit.stepping.layout import Layout
-from everybit_torch.host_counts import Due
 from everybit_torch.segments.requests import Sources
 from everybit_torch.segments.segment import Segment
 
@@ -166,7 +166,7 @@ def find_totals(
 def _contribution(one: Work, totals: Sequence[Tensor], find: Find, sources: Sources) -> Partial | None:
     """A segment's contribution to the first request that ``totals`` leave open, or None."""
     segment, grad, due, counts, _ = one
-    source, wide = sources.of(segment, totals, due), torch_dtype(segment.stored.policy.compute)
+    source, wide = sources.of(segment, totals, due), DTYPES[segment.stored.policy.compute]
     if not source.pending:
         return None
     # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.

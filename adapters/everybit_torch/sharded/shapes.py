@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from everybit.base import FloatDType, torch_dtype
+from everybit.base import DTYPES, FloatDType
 
 
 def _add_attention(block: nn.Module, width: int, shared: int) -> None:
@@ -31,7 +31,7 @@ def _decoder(
         model.lm_head = nn.Linear(width, vocabulary, bias=False)
         if tied:
             model.lm_head.weight = model.embed_tokens.weight
-    return model.to(torch_dtype(dtype))
+    return model.to(DTYPES[dtype])
 
 
 class LlamaBlock(nn.Module):

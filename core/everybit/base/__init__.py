@@ -5,6 +5,7 @@ from everybit.base.barriers import atan, bias_correction, cos, exp, log, materia
 from everybit.base.blocks import Blocks, FirstElement, Scattered, first_of_whole, without_gaps
 from everybit.base.dtypes import (
     COMPUTE_DTYPES,
+    DTYPES,
     FLOAT_DTYPES,
     LOW_DTYPES,
     ComputeDType,
@@ -17,8 +18,6 @@ from everybit.base.dtypes import (
     require_member,
     settle_dtype,
     spelled,
-    torch_dtype,
-    without_autocast,
 )
 from everybit.base.labels import by_name, label_table, plain_name, require_each, require_name, require_patterns
 from everybit.base.memo import once, remember
@@ -68,6 +67,7 @@ from everybit.base.tree import Slot, state
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "DTYPES",
     "FLOAT_DTYPES",
     "LOW_DTYPES",
     "AboveZero",
@@ -149,9 +149,7 @@ __all__ = [
     "straight_through",
     "stream",
     "sum_of_squares",
-    "torch_dtype",
     "tree",
     "uniform",
-    "without_autocast",
     "without_gaps",
 ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,18 +17,17 @@ FLOAT_DTYPES: tuple[FloatDType, ...] = get_args(FloatDType)
 LOW_DTYPES: tuple[LowDType, ...] = get_args(LowDType)
 COMPUTE_DTYPES: tuple[ComputeDType, ...] = get_args(ComputeDType)
 
-_BY_NAME: dict[FloatDType, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-_BY_DTYPE: dict[torch.dtype, FloatDType] = {dtype: name for name, dtype in _BY_NAME.items()}
+DTYPES: Mapping[FloatDType, torch.dtype] = MappingProxyType(
+    {
+        "float64": torch.float64,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+)
+"""The dtype of each name."""
 
-
-def torch_dtype(name: FloatDType) -> torch.dtype:
-    """Return the dtype of a name: ``"bfloat16"`` -> ``torch.bfloat16``."""
-    return _BY_NAME[name]
+_BY_DTYPE: dict[torch.dtype, FloatDType] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, *, field: str) -> FloatDType:
@@ -52,7 +52,7 @@ def spelled(value: Any) -> Any:
         return _BY_DTYPE.get(value, value)
     if isinstance(value, str):
         name = value.lower().removeprefix("torch.")
-        return _SHORT.get(name, name if name in _BY_NAME else value)
+        return _SHORT.get(name, name if name in DTYPES else value)
     return value
 
 
@@ -82,13 +82,6 @@ def require_member(value: object, accepted: tuple[str, ...], *, field: str) -> N
         raise ValueError(f"{field}: got {value!r}; accepted are {listed}.")
 
 
-def without_autocast(leaf: Tensor) -> AbstractContextManager[Any]:
-    """Compute in the dtypes of the inputs: inside, autocast is off for the device of ``leaf``."""
-    kind = leaf.device.type
-    known = kind != "meta" and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if known else nullcontext()
-
-
 def is_parameter(leaf: object) -> bool:
     """Whether a tensor is a module's parameter: by the name of its class, or by torch's mark on tensors of other classes."""
     marked: bool = getattr(leaf, "_is_param", False)
@@ -102,4 +95,4 @@ def is_dense(leaf: object) -> bool:
 
 def itemsize(name: FloatDType) -> int:
     """Return the number of bytes of one element."""
-    return _BY_NAME[name].itemsize
+    return DTYPES[name].itemsize

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.base.dtypes import FloatDType, LowDType, torch_dtype
+from everybit.base.dtypes import DTYPES, FloatDType, LowDType
 from everybit.base.older_torch import let_views_batch
 
 let_views_batch()
@@ -98,7 +98,7 @@ def narrow(x: Tensor, dtype: FloatDType, *, finite: bool = False) -> Tensor:
     if dtype == "bfloat16":
         bits = x.view(torch.int32)
         return upper_half(bits if finite else with_nan_of(x, bits.clone()))
-    return x.to(torch_dtype(dtype))
+    return x.to(DTYPES[dtype])
 
 
 def upper_half(bits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
+    DTYPES,
     LOW_DTYPES,
     ComputeDType,
     FloatDType,
@@ -18,7 +19,6 @@ from everybit.base import (
     rounding,
     settle_dtype,
     straight_through,
-    torch_dtype,
 )
 from everybit.formats.protocol import (
     HALF_UNITS,
@@ -83,9 +83,7 @@ class Kahan(StateFormat, ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """Describe the two parts, value and residual."""
-        return PartSpec("value", torch_dtype(self.value or unnamed(self))), PartSpec(
-            "residual", torch_dtype(self.residual)
-        )
+        return PartSpec("value", DTYPES[self.value or unnamed(self)]), PartSpec("residual", DTYPES[self.residual])
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Split into the value part and the rest."""
@@ -178,6 +176,6 @@ def _canonical(value: Tensor, residual: Tensor, dtype: LowDType, kept_in: LowDTy
     if dtype == "float16":  # whose smallest number has zero for a neighbour, and a residual can say so
         neighbour = torch.copysign(neighbour, value)
     tie = (size == half) & rounding.is_odd(value, dtype)
-    finite = neighbour.abs() <= torch.finfo(torch_dtype(dtype)).max
+    finite = neighbour.abs() <= torch.finfo(DTYPES[dtype]).max
     residual = torch.where(tie, torch.where(finite, -residual, residual * (1 - HALF_UNITS[kept_in])), residual)
     return torch.where(tie & finite, neighbour, value), residual

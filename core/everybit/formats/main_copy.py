@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
+    DTYPES,
     LOW_DTYPES,
     ComputeDType,
     FloatDType,
@@ -16,7 +17,6 @@ from everybit.base import (
     rounding,
     settle_dtype,
     straight_through,
-    torch_dtype,
 )
 from everybit.formats.protocol import SPLITS_FLOAT32, ParamFormat, Parts, PartSpec, low, unnamed
 
@@ -58,7 +58,7 @@ class Master(ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """The model's tensor and the main copy."""
-        return PartSpec("value", torch_dtype(self.value or unnamed(self))), PartSpec("main", torch_dtype(self.dtype))
+        return PartSpec("value", DTYPES[self.value or unnamed(self)]), PartSpec("main", DTYPES[self.dtype])
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """The main copy is ``x``; the model's tensor is ``x`` rounded to nearest (from float64 by way of float32)."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
+    DTYPES,
     FLOAT_DTYPES,
     LOW_DTYPES,
     ComputeDType,
@@ -17,7 +18,6 @@ from everybit.base import (
     rounding,
     settle_dtype,
     straight_through,
-    torch_dtype,
 )
 from everybit.formats.protocol import (
     HALF_UNITS,
@@ -61,18 +61,18 @@ class Nearest(StateFormat, ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """Describe the only part, the value."""
-        return (PartSpec("value", torch_dtype(self.dtype or unnamed(self))),)
+        return (PartSpec("value", DTYPES[self.dtype or unnamed(self)]),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Round the value once, to nearest."""
         dtype = self.dtype or unnamed(self)
         if dtype in ("bfloat16", "float16"):
             return (straight_through(rounding.to_nearest(x.detach().float(), dtype), x),)
-        return (x.to(torch_dtype(dtype)),)
+        return (x.to(DTYPES[dtype]),)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Widen the stored value, which is exact."""
-        return parts[0].to(torch_dtype(compute))
+        return parts[0].to(DTYPES[compute])
 
     def resolution(self, compute: ComputeDType) -> float:
         """Half a unit in the last place of the stored dtype, if it is coarser than the compute dtype."""
@@ -122,17 +122,17 @@ class Stochastic(StateFormat, ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """Describe the only part, the value."""
-        return (PartSpec("value", torch_dtype(self.dtype or unnamed(self))),)
+        return (PartSpec("value", DTYPES[self.dtype or unnamed(self)]),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Round the value once, up or down at random."""
-        dtype = low(self.dtype or unnamed(self), "Stochastic")
+        dtype = self.dtype or unnamed(self)
         exact = x.detach()
         return (straight_through(rounding.to_stochastic(exact, dtype, key.dither(dtype, exact)), x),)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Widen the stored value, which is exact."""
-        return parts[0].to(torch_dtype(compute))
+        return parts[0].to(DTYPES[compute])
 
     def resolution(self, compute: ComputeDType) -> float:
         """Return 0: stochastic rounding is unbiased."""

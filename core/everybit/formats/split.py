@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
+    DTYPES,
     LOW_DTYPES,
     ComputeDType,
     FloatDType,
@@ -18,7 +19,6 @@ from everybit.base import (
     rounding,
     settle_dtype,
     straight_through,
-    torch_dtype,
 )
 from everybit.formats.protocol import (
     HALF_UNITS,
@@ -83,7 +83,7 @@ class Split(StateFormat, ParamFormat):
 
     def parts(self) -> tuple[PartSpec, ...]:
         """The value and the remainder."""
-        value = PartSpec("value", torch_dtype(self.value or unnamed(self)))
+        value = PartSpec("value", DTYPES[self.value or unnamed(self)])
         return value, PartSpec("remainder", torch.int16 if self.bits == 16 else torch.int8)
 
     def encode(self, x: Tensor, key: Key) -> Parts:

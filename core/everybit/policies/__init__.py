@@ -64,13 +64,12 @@ from everybit.policies.presets import (
     with_name_resolved,
 )
 from everybit.policies.wide_parameters import keep_wide
-from everybit.policies.widening import wide_gradients, widened, widened_param
 
 __all__ = [
     "ANYPRECISION", "EXACT_BF16", "FLOOR_8BIT", "FLOOR_BF16", "FP32", "FP64", "KAHAN_BF16", "LEAN_4BIT", "LEAN_8BIT", "LEAN_BF16",
     "LOW", "MIXED_BF16", "PRESETS", "PURE_BF16", "TIGHT_BF16", "AnyPolicy", "ByLabel", "Grads", "Policy", "PolicyName",
     "PolicyOrName", "Resolved", "block_of", "by_dtype", "by_label", "describe", "draws_bits", "for_dtype", "keep_wide",
-    "native", "policies_of", "resolve", "resolve_tree", "short", "wide_gradients", "widened", "widened_param", "with_name_resolved",
+    "native", "policies_of", "resolve", "resolve_tree", "short", "with_name_resolved",
 ]  # fmt: skip
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from everybit.base import FLOAT_DTYPES, LOW_DTYPES, FloatDType, dtype_name, is_dense, require_member, torch_dtype, tree
+from everybit.base import DTYPES, FLOAT_DTYPES, LOW_DTYPES, FloatDType, dtype_name, is_dense, require_member, tree
 from everybit.formats import Nearest
 from everybit.policies.policy import FrozenMapping, Policy, Resolved, resolve
 
-LOW = tuple(map(torch_dtype, LOW_DTYPES))
+LOW = tuple(map(DTYPES.__getitem__, LOW_DTYPES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 
 from everybit.base import (
     COMPUTE_DTYPES,
+    DTYPES,
     FLOAT_DTYPES,
     ComputeDType,
     FloatDType,
@@ -22,7 +23,6 @@ from everybit.base import (
     itemsize,
     once,
     settle_dtype,
-    torch_dtype,
 )
 from everybit.formats import BUILT_IN, SLOT_KINDS, Format, Nearest, ParamFormat, PartSpec, SlotKind, StateFormat
 
@@ -240,7 +240,7 @@ class Resolved:
     """Results of :func:`~everybit.base.memo.once`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "wide", torch_dtype(self.policy.compute))
+        object.__setattr__(self, "wide", DTYPES[self.policy.compute])
 
     @property
     def block(self) -> int:

@@ -1,6 +1,6 @@
 """The definition of a transform: its two functions, the context of a step, the requests it may make, and its promises."""
 
-from everybit.protocol.context import ALONE, Context, enter, in_turn
+from everybit.protocol.context import ALONE, Context, Due, enter, in_turn
 from everybit.protocol.contracts import Unwritten, require_cut, require_state, separated
 from everybit.protocol.hyperparameters import accepting, hyperparameters, map_hyperparameters
 from everybit.protocol.requests import (
@@ -37,7 +37,7 @@ from everybit.protocol.transform import (
 from everybit.protocol.traversal import fields_of, is_transform, map_parts, transforms_in
 
 __all__ = [
-    "ALONE", "PARTS", "Axis", "Context", "Cut", "Elementwise", "HasEvalParams", "Local", "Max", "Pending", "Request", "SlotDecay",
+    "ALONE", "PARTS", "Axis", "Context", "Cut", "Due", "Elementwise", "HasEvalParams", "Local", "Max", "Pending", "Request", "SlotDecay",
     "Sum", "SumOfSquares", "Transform", "Unwritten", "WholeTensors", "accepting", "advance", "any_draws", "any_per_tensor",
     "any_reduces", "coarsest", "common", "decays", "enter", "eval_params", "fields_of", "fulfil", "hyperparameters", "in_turn",
     "is_transform", "map_hyperparameters", "map_parts", "periods", "require_cut", "require_done", "require_state",

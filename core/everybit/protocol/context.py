@@ -24,6 +24,10 @@ ONCE = 1 << 62
 """A period that only the first update begins."""
 
 
+Due = tuple[tuple[int, bool], ...]
+"""For some periods whether their work is due; of the others the device decides."""
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """The inputs of a step beyond gradients, state and parameters.
@@ -50,7 +54,7 @@ class Context:
     step: Tensor | None = None
     first_element: FirstElement = 0
     seed: int | Tensor = 0
-    due: tuple[tuple[int, bool], ...] = ()
+    due: Due = ()
     updates: Tensor | None = None
     numbering: tuple[Numbering, ...] | None = None
     path: tuple[int, ...] = ()

@@ -8,21 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from everybit.base import Blocks, FirstElement, Key, Lane, Numbering, first_of_whole, stream, tree
+from everybit.base import (
+    DTYPES,
+    FLOAT_DTYPES,
+    Blocks,
+    ComputeDType,
+    FirstElement,
+    FloatDType,
+    Key,
+    Lane,
+    Numbering,
+    first_of_whole,
+    is_parameter,
+    rounding,
+    stream,
+    tree,
+)
 from everybit.formats import BUILT_IN, Format, Parts, PartSpec
 from everybit.formats.protocol import parts_of
 from everybit.policies import Resolved
+
+P = TypeVar("P")
 
 STEP, WEIGHTS, INNER = "step", "param", "inner"
 """Names of entries that are no slots: the optimizer's count, what the model does not hold of the weights, a transform's counts."""
 
 _LANES: dict[str, Literal[0, 1, 2]] = {"momentum": 0, "variance": 1, "params": 2}
 """Which number of one random word rounds a tensor, by the name of its stream: the three tensors of a parameter share one word."""
+
+
+_ACCEPTED: dict[ComputeDType, dict[torch.dtype, FloatDType]] = {
+    "float64": {DTYPES[one]: one for one in FLOAT_DTYPES},
+    "float32": {DTYPES[one]: one for one in FLOAT_DTYPES[1:]},
+}
+"""The dtypes of gradients, by that in which they are computed with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +166,15 @@ class Layout:
         of = tree.Structure.of
         return Layout(tuple(formats), of(params), of(others), of(packed), of(found), tuple(weights), tuple(state))
 
+    def wide_gradients(self, grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor] | None:
+        """The gradients in the compute dtypes; None if one of them is no gradient of its parameter."""
+        wide = []
+        for grad, leaf, one in zip(grads, leaves, self.formats, strict=True):
+            if grad.shape != leaf.shape or not _is_gradient(grad, one):
+                return None
+            wide.append(_wide_gradient(grad, one.wide))
+        return wide
+
     def decode_weights(self, leaves: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """Return the weights in the compute dtype, of the parameters and the tensors that the model does not hold."""
         return [row.decode((leaf, *extra[row.where]), leaf) for leaf, row in zip(leaves, self.weights, strict=True)]
@@ -200,6 +233,58 @@ class Layout:
         """The place of a value in messages: ``state.momentum['w']``."""
         path = tree.paths(self.params.template)[row.leaf]
         return f"params{path}" if row.name == WEIGHTS else _in_slot(row.slot, path, row.factor)
+
+
+# -- the compute dtype --------------------------------------------------------------------------------------------------------
+
+
+def widened_param(leaf: Tensor, one: Resolved) -> Tensor:
+    """A parameter as stored, in the compute dtype; never the parameter itself, which a transform might keep in its state.
+
+    A module's parameter is detached, or the state would keep a graph; a plain tensor is not: a start may be differentiated by.
+    """
+    plain = leaf.detach() if is_parameter(leaf) else leaf
+    value = plain.to(one.wide)
+    return value.clone() if value.dtype is leaf.dtype else value
+
+
+def widened(grads: P, params: P, formats: Sequence[Resolved], *, name: str = "grads") -> P:
+    """``grads`` in the compute dtype, after a look at each."""
+    tree.require_same_structure(grads, params, name=name, reference_name="params")
+    wide = []
+    # By the parameters' order: the keys of a dict may come in another.
+    for index, (grad, one) in enumerate(zip(tree.flatten_up_to(params, grads), formats, strict=True)):
+        compute = one.policy.compute
+        if not _is_gradient(grad, one):
+            path = f"{name}{tree.paths(params)[index]}"
+            kind = f"a {grad.layout} tensor" if grad.layout is not torch.strided else str(grad.dtype)
+            raise TypeError(
+                f"{path}: got {kind} with Policy.compute={compute!r}; accepted are dense, real floating-point tensors:"
+                f" {', '.join(_ACCEPTED[compute].values())}."
+            )
+        wide.append(_wide_gradient(grad, one.wide))
+    return tree.replace(params, wide)
+
+
+def _is_gradient(grad: Tensor, one: Resolved) -> bool:
+    """Whether a step can take a tensor as a gradient: it is dense, and of a dtype not above the compute dtype."""
+    return grad.layout is torch.strided and grad.dtype in _ACCEPTED[one.policy.compute]
+
+
+def _wide_gradient(grad: Tensor, wide: torch.dtype) -> Tensor:
+    """``grad`` in the compute dtype, with the rounding that its own dtype stands for.
+
+    A user's compiled function may round a gradient to 16 bits and step in one graph; the compiler would then fold the two casts and hand
+    on the number as it was before the rounding. In eager code a cast is a cast, and can be differentiated.
+    """
+    if torch.compiler.is_compiling() and grad.dtype is torch.bfloat16:
+        return (grad.view(torch.int16).to(torch.int32) << 16).view(torch.float32).to(wide)
+    if torch.compiler.is_compiling() and grad.dtype is torch.float16:
+        return rounding.nearest(grad.float(), "float16").to(wide)
+    return (grad if grad.dtype.itemsize >= 4 else grad.float()).to(wide)
+
+
+# -- finding ------------------------------------------------------------------------------------------------------------------
 
 
 class _Finder:

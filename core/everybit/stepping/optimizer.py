@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from everybit.base import (
+    DTYPES,
     FirstElement,
     is_dense,
     is_parameter,
     once,
     remember,
     require_seed,
-    torch_dtype,
     tree,
-    without_autocast,
 )
 from everybit.combinators import needs_whole_tensors, zero_step
 from everybit.policies import (
@@ -32,9 +31,6 @@ from everybit.policies import (
     draws_bits,
     policies_of,
     resolve_tree,
-    wide_gradients,
-    widened,
-    widened_param,
     with_name_resolved,
 )
 from everybit.policies.checks import problems
@@ -61,7 +57,7 @@ from everybit.protocol import (
 )
 from everybit.protocol.context import undeclared
 from everybit.protocol.transform import squares
-from everybit.stepping.layout import Layout
+from everybit.stepping.layout import Layout, widened, widened_param
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -268,7 +264,10 @@ class Optimizer(Generic[S]):
             TypeError: A gradient that is complex, sparse or no floating-point tensor.
             ValueError: Structures, shapes or formats that do not fit; the message names the path.
         """
-        return then(self.step_traced(params, grads, state, ctx), lambda trace: (trace.params, trace.state))
+        found: Any = self.step_traced(params, grads, state, ctx)
+        if isinstance(found, Pending):
+            return then(found, lambda trace: (trace.params, trace.state))
+        return found.params, found.state
 
     def step_traced(
         self,
@@ -290,7 +289,7 @@ class Optimizer(Generic[S]):
         """
         lists = self._lists(params, grads, state) if layout is None else _lists_by(layout, params, grads, state)
         _warn_of_growing_graphs(lists.leaves, params)
-        with without_autocast(lists.leaves[0]) if lists.leaves else nullcontext():
+        with _without_autocast(lists.leaves[0]) if lists.leaves else nullcontext():
             return self._stepped(lists, state.step + 1, ctx)
 
     def _lists(self, params: P, grads: P, state: OptimizerState[S]) -> Lists:
@@ -307,7 +306,7 @@ class Optimizer(Generic[S]):
             except TypeError:  # lengths that are traced are no numbers
                 kind = None
             if known is not None:
-                wide = wide_gradients(given, leaves, known.formats)
+                wide = known.wide_gradients(given, leaves)
                 if wide is not None:
                     return Lists(known, leaves, wide, extra, inner)
         formats = self.formats(params)
@@ -326,17 +325,33 @@ class Optimizer(Generic[S]):
             layout.params.tree(lists.grads),
             layout.open.tree(stored),
         )
-        draws = layout.draws(lists.leaves, self.seed, step, _first(ctx))
+        ctx = Context() if ctx is None else ctx
+        draws = layout.draws(lists.leaves, self.seed, step, ctx.first_element)
         unwritten = Unwritten({"grads": lists.grads, "state": stored, "params": weights})
 
         def applied(updates: Any, changed: S) -> StepTrace:
             unwritten.require(self.transform, grads=wide_grads, state=inner, params=before)
-            moves, values = _moves(updates, before, layout), _values(self.transform, changed, layout)
+            try:
+                moves, values = layout.params.leaves(updates), layout.open.leaves(changed)
+            except ValueError as error:
+                tree.require_same_structure(
+                    updates, before, name="updates", reference_name="params"
+                )  # which says where
+                raise ValueError(
+                    f"{type(self.transform).__name__}.update: returned a state of another structure: {error}"
+                ) from None
+            if [getattr(u, "shape", None) for u in moves] != [x.shape for x in weights]:
+                tree.require_same_structure(updates, before, name="updates", reference_name="params")
+            if len(values) != len(layout.state):
+                raise ValueError(
+                    f"{type(self.transform).__name__}.update: returned a state of {len(values)} tensors; accepted is as many as it was"
+                    f" given: {len(layout.state)}."
+                )
             after = [x + u for x, u in zip(weights, moves, strict=True)]
             new, extra, packed = layout.encode(lists.leaves, after, values, draws)
             return StepTrace(new, OptimizerState(step, extra, packed), before, wide_grads, updates, after)
 
-        inside = replace(ctx or Context(), seed=self.seed, numbering=draws.numbering if self.draws else ()).at(step)
+        inside = replace(ctx, seed=self.seed, numbering=draws.numbering if self.draws else ()).at(step)
         return enter(self.transform, wide_grads, inner, before, inside, applied)
 
     def ask(
@@ -477,7 +492,7 @@ class Optimizer(Generic[S]):
         if extra := nbytes(state.extra):
             table["compensation"] = extra
         table["gradient"] = sum(
-            leaf.numel() * torch_dtype(one.grads_main).itemsize
+            leaf.numel() * DTYPES[one.grads_main].itemsize
             for leaf, one in zip(tree.leaves(shadow), formats, strict=True)
         )
         for use, size in state_bytes(state.inner, counters=state.step.nbytes).items():
@@ -561,36 +576,17 @@ def _kind(x: Any) -> object:
 
 def _lists_by(layout: Layout, params: object, grads: object, state: OptimizerState[Any]) -> Lists:
     leaves, given, extra, inner = map(tree.leaves, (params, grads, state.extra, state.inner))
-    wide = wide_gradients(given, leaves, layout.formats)
+    wide = layout.wide_gradients(given, leaves)
     if wide is None:
         wide = tree.leaves(widened(grads, params, layout.formats))  # which refuses it by name
     return Lists(layout, leaves, wide, extra, inner)
 
 
-def _moves(updates: Any, before: Any, layout: Layout) -> list[Tensor]:
-    """The updates in the order of the parameters."""
-    try:
-        moves = layout.params.leaves(updates)
-    except ValueError:
-        tree.require_same_structure(updates, before, name="updates", reference_name="params")  # which says where
-        raise
-    if [getattr(u, "shape", None) for u in moves] != [x.shape for x in tree.leaves(before)]:
-        tree.require_same_structure(updates, before, name="updates", reference_name="params")
-    return moves
-
-
-def _values(transform: Transform[Any], inner: Any, layout: Layout) -> list[Tensor]:
-    """The values of a transform's new state, in order."""
-    try:
-        values = layout.open.leaves(inner)
-    except ValueError as error:
-        raise ValueError(f"{type(transform).__name__}.update: returned a state of another structure: {error}") from None
-    if len(values) != len(layout.state):
-        raise ValueError(
-            f"{type(transform).__name__}.update: returned a state of {len(values)} tensors; accepted is as many as it was given:"
-            f" {len(layout.state)}."
-        )
-    return values
+def _without_autocast(leaf: Tensor) -> AbstractContextManager[Any]:
+    """Compute in the dtypes of the inputs: inside, autocast is off for the device of ``leaf``."""
+    kind = leaf.device.type
+    known = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if known else nullcontext()
 
 
 def _first(ctx: Context | None) -> FirstElement:

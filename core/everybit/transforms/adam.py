@@ -122,6 +122,7 @@ class ScaleByAdam(Elementwise):
             if self.eps_before_correction
             else unbias_mean
         )
+        has_root = not is_zero(eps_root)
 
         def moved(g: Tensor, m: Tensor, v: Tensor, *greatest: Tensor) -> tuple[Tensor, ...]:
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
@@ -131,7 +132,7 @@ class ScaleByAdam(Elementwise):
             kept = (m, v, square) if greatest else (m, v)
             if self.amsgrad != "corrected" and not self.eps_before_correction:
                 square = square * unbias_square
-            norm = sqrt(square if is_zero(eps_root) else square + eps_root) + eps
+            norm = sqrt(square + eps_root if has_root else square) + eps
             return m / norm * unbias_both if self.eps_before_correction else (m * unbias_mean) / norm, *kept
 
         if isinstance(state, AmsgradState):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import torch_dtype
+from everybit.base import DTYPES
 from everybit.stepping import OptimizerState
 from everybit.stepping.entries import WEIGHTS, Entry, entries
 from everybit_torch.dtensors import like
@@ -180,11 +180,11 @@ def store_all(parameters: Parameters, given: Mapping[int, Tensor]) -> None:
 def _widened(weights: Tensor, member: Visited) -> Tensor:
     """Weights in the dtype in which they travel."""
     (stored,) = member.optimizer.formats([torch.empty(0, dtype=member.parameter.dtype)])
-    return weights.to(torch_dtype(stored.policy.compute))
+    return weights.to(DTYPES[stored.policy.compute])
 
 
 def _weights(segment: Segment) -> dict[str, Tensor]:
-    wide = torch_dtype(segment.stored.policy.compute)
+    wide = DTYPES[segment.stored.policy.compute]
     return {WEIGHTS: torch.empty(segment.tensor.shape, dtype=wide, device=segment.tensor.device)}
 
 

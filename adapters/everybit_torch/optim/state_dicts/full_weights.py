@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.base import FLOAT_DTYPES, torch_dtype
+from everybit.base import DTYPES, FLOAT_DTYPES
 from everybit_torch.label_resolution import resolve_parameters, tree_of
 from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import moves
@@ -19,7 +19,7 @@ from everybit_torch.optim.state_dicts.full_precision import Export
 from everybit_torch.optim.state_dicts.saved_structure import shown
 from everybit_torch.optim.state_dicts.state_schema import require_tensor
 
-FLOATS = tuple(map(torch_dtype, FLOAT_DTYPES))
+FLOATS = tuple(map(DTYPES.__getitem__, FLOAT_DTYPES))
 
 
 def dtypes(front: Front) -> dict[int, torch.dtype]:
@@ -33,7 +33,7 @@ def dtypes(front: Front) -> dict[int, torch.dtype]:
         for parameter in values["params"]:
             wide = torch.promote_types(parameter.dtype, torch.float32)
             if (one := resolved.get(id(parameter))) and (id(parameter) in placed or moves(parameter)):
-                wide = torch_dtype(one.policy.compute)
+                wide = DTYPES[one.policy.compute]
             found[id(parameter)] = wide
     return found
 

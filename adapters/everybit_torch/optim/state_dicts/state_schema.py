@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import torch_dtype
+from everybit.base import DTYPES
 from everybit.policies import Resolved
 from everybit.stepping.entries import WEIGHTS, Entry
 from everybit_torch.dtensors import fits_in, is_cut_evenly, saved_dtypes
@@ -96,7 +96,7 @@ def expectations(
 def _kinds(
     parameter: Tensor, stored: Resolved, listed: list[tuple[Entry, Tensor]], *, full: bool
 ) -> dict[str, EntryKind]:
-    wide = torch_dtype(stored.policy.compute)
+    wide = DTYPES[stored.policy.compute]
     kinds: dict[str, EntryKind] = {}
     for entry, value in listed:
         shape = entry.shape(parameter.shape, value.shape)

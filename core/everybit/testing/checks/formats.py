@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from everybit.base import LOW_DTYPES, ComputeDType, FloatDType, Key, torch_dtype
+from everybit.base import DTYPES, LOW_DTYPES, ComputeDType, FloatDType, Key
 from everybit.formats import SLOT_KINDS, Format, ParamFormat, StateFormat
 from everybit.testing.examples import assert_same_bits
 
@@ -93,7 +93,7 @@ def _check_described(format: Format, x: Tensor, where: str) -> None:
     assert_same_bits(format.encode(x, _key()), parts, f"{where}: encoded again with the same key")
     kept = tuple(part.clone() for part in parts)
     value = format.decode(parts, x.shape, COMPUTE)
-    if value.shape != x.shape or value.dtype is not torch_dtype(COMPUTE):
+    if value.shape != x.shape or value.dtype is not DTYPES[COMPUTE]:
         raise AssertionError(
             f"{where}: decode returned {value.dtype} of shape {tuple(value.shape)}; promised is {COMPUTE} of shape {tuple(x.shape)}."
         )

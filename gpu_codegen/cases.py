@@ -13,9 +13,9 @@ from everybit.combinators import needs_whole_tensors
 from everybit.policies import Policy
 from everybit.policies.presets import PRESETS
 from everybit.protocol import any_per_tensor
-from everybit.testing.registry import REGISTRY
+from everybit.testing.own_transforms import REGISTRY
 from everybit_torch import FlatStepper, MixedPrecision
-from everybit_torch.flat.stepper import BufferStepper
+from everybit_torch.flat.buffer_stepper import BufferStepper
 from everybit_torch.label_resolution import Decision, choices
 
 

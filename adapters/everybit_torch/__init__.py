@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from everybit_torch.audit.checkpoints import audit_checkpoint
 from everybit_torch.audit.gate import Gate, LostUpdatesError
 from everybit_torch.audit.layers import Audit, LayerAudit, load_audit
+from everybit_torch.decay_groups import weight_decay_groups
 from everybit_torch.drop_ins import (
     SGD,
     Adafactor,
@@ -26,9 +27,8 @@ from everybit_torch.drop_ins import (
 )
 from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.optim import GradientRelease, LoadReport, RoundingLoss, TorchOptimizer, enable_gradient_release
-from everybit_torch.routing import routing
+from everybit_torch.routed import routing
 from everybit_torch.torch_internals.compiler import EXACT_OPTIONS
-from everybit_torch.weight_decay import weight_decay_groups
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 if TYPE_CHECKING:

@@ -141,3 +141,14 @@ def test_a_type_name_stands_for_one_thing_in_both_packages() -> None:
                 found.setdefault(name.strip("_"), set()).add(str(path.relative_to(ROOT)))
     twice = {name: sorted(paths) for name, paths in found.items() if len(paths) > 1}
     assert set(twice) == {"PrecisionGate"}, twice
+
+
+def test_a_module_name_stands_for_one_thing_in_both_packages() -> None:
+    """Modules of one name are about one algorithm: its transform, its optimizer, and its drop-in."""
+    found: dict[str, set[str]] = {}
+    for path in [*CORE.rglob("*.py"), *(ROOT / "adapters/everybit_torch").rglob("*.py")]:
+        if path.stem != "__init__":
+            found.setdefault(path.stem, set()).add(path.parent.name)
+    twice = {name: rooms for name, rooms in found.items() if len(rooms) > 1}
+    assert set(twice) == {"adam", "adam_variants", "momentum"}, twice
+    assert set().union(*twice.values()) == {"transforms", "optimizers", "drop_ins"}

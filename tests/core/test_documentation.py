@@ -29,7 +29,7 @@ WITH_EXAMPLES = {
     "everybit.combinators.chain",
     "everybit_torch.drop_ins.adam",
     "everybit_torch.optim.gradient_release",
-    "everybit_torch.weight_decay",
+    "everybit_torch.decay_groups",
     "everybit.policies.presets",
 }
 

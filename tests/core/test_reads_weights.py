@@ -13,7 +13,7 @@ import torch
 import everybit as eb
 import everybit.transforms
 from everybit.protocol import transforms_in
-from everybit.testing.registry import REGISTRY
+from everybit.testing.own_transforms import REGISTRY
 
 
 def silent() -> list[Any]:

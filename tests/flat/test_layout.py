@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everybit_torch.flat.layout import Buffer, Spec, lay_out, pack
+from everybit_torch.flat.places import Buffer, Spec, lay_out, pack
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=8)
 DTYPES = [torch.float32, torch.bfloat16]

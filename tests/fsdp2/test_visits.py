@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 import everybit as eb
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
-from everybit_torch.dtensors import row_edges
 from everybit_torch.optim.visits import Visitor, Visits, entries_of, shared_out
+from everybit_torch.placements import row_edges
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.totals import Work, find_totals
 from everybit_torch.torch_internals.dtensors import local

@@ -38,7 +38,7 @@ def test_a_torch_that_it_was_not_written_for_is_refused(
 def test_every_policy_is_compiled_with_four_optimizers_and_every_optimizer_once() -> None:
     names = [case.name for case in cases()]
     assert len(names) == len(set(names))
-    from everybit.testing.registry import REGISTRY
+    from everybit.testing.own_transforms import REGISTRY
     from gpu_codegen.cases import without_blocks
 
     assert {one for one in names if ":" not in one} == {

@@ -17,7 +17,7 @@ from torch import nn
 import everybit as eb
 from everybit.stepping import nbytes, state_bytes
 from everybit_torch.collectives.reduction import CHUNK
-from everybit_torch.fsdp2.stepper import FSDP2Stepper
+from everybit_torch.fsdp2.fsdp2_stepper import FSDP2Stepper
 from everybit_torch.planning.plan import plan
 from everybit_torch.planning.report import in_order
 from everybit_torch.segments.segment import piece_size

@@ -17,9 +17,9 @@ import everybit as eb
 from everybit.base import Scattered
 from everybit_torch import AdamW
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
-from everybit_torch.dtensors import row_edges
+from everybit_torch.placements import row_edges
 from everybit_torch.segments import segment as module
-from everybit_torch.segments.run import neighbours
+from everybit_torch.segments.contiguous import neighbours
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.short import Bucket, indices
 from everybit_torch.segments.steps import Steps
@@ -194,7 +194,7 @@ def test_a_bucket_follows_its_parameters_and_takes_any_strides() -> None:
         assert all(torch.equal(p, x) for p, x in zip(parameters, tree, strict=True))
         parameters[step % 2].data = parameters[step % 2].data.clone()
         assert not bucket.in_place()
-        bucket.follow()
+        bucket.relocate()
     assert parameters[0]._version > 0
 
 

@@ -96,7 +96,7 @@ FAULTS: tuple[Fault, ...] = (
         ("totals.py", 'torch.maximum(value, added)', "value + added", "torch/test_totals.py"),
         ("totals.py", "own = grad if counts else grad[:0]\n        return", "own = grad\n        return", "sharded/test_placements.py"),
         ("short.py", "self._starts.append(-(-end // block) * block)", "self._starts.append(end)", "torch/test_blocks_of_elements.py"),
-        ("run.py", "has_indices = optimizer.draws_bits or block > 1", "has_indices = False", "sharded/test_random_programs.py"),
+        ("contiguous.py", "has_indices = optimizer.draws_bits or block > 1", "has_indices = False", "sharded/test_random_programs.py"),
         ("steps.py", "if self._steps.follow(arguments):\n            self._kept.clear()", "self._steps.follow(arguments)", "torch/test_kernel_calls.py"),
     ),
     *_of(
@@ -110,7 +110,7 @@ FAULTS: tuple[Fault, ...] = (
         "adapters/everybit_torch/flat",
         ("buffers.py", "sums[gap].zero_()", "pass", "sharded/test_random_programs.py"),
         ("buffers.py", 'mode: Mode = "add" if number in self._arrived else "copy"', 'mode: Mode = "copy"', "sharded/test_random_programs.py"),
-        ("layout.py", "offset = min(self.offset + start - self.start, self.offset + self.numel)", "offset = 0", "flat/test_layout.py"),
+        ("places.py", "offset = min(self.offset + start - self.start, self.offset + self.numel)", "offset = 0", "flat/test_layout.py"),
         ("cycle.py", "scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)", "scale = max_norm / (norm + 1e-6)", "sharded/test_gradient_norm.py"),
         ("cycle.py", 'self.completeness.mark_incomplete("a step ended in an error after weights had been changed")', "pass", "sharded/test_recovery.py"),
         ("shard_gradient.py", "if _of(gradients).nonfinite:", "if False:", "sharded/test_everyday.py"),
@@ -123,7 +123,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *_of(
         "adapters/everybit_torch/optim",
-        ("optimizer.py", "self._settle_parameters(groups)\n        self.own.follow(groups)\n        self.own.take_back()", "self._settle_parameters(groups)\n        self.own.follow(groups)", "torch/test_assigned_state.py"),
+        ("torch_optimizer.py", "self._settle_parameters(groups)\n        self.own.relocate(groups)\n        self.own.take_back()", "self._settle_parameters(groups)\n        self.own.relocate(groups)", "torch/test_assigned_state.py"),
         ("gradient_release.py", "self._norm = self._joint_norm(self._squares)", "self._norm = None", "torch/test_gradient_release.py"),
         ("gradient_release.py", "if len(waiting.arrived) == waiting.expected:", "if waiting.arrived:", "torch/test_gradient_release.py"),
         ("visits.py", "edges[rank + 1] - edges[rank]", "edges[1] - edges[0]", "fsdp2/test_visits.py"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch.flat.stepper import BufferStepper
+from everybit_torch.flat.buffer_stepper import BufferStepper
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 from everybit_torch.torch_internals.dtensors import local

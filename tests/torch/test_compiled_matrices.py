@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from everybit.testing.registry import REGISTRY
+from everybit.testing.own_transforms import REGISTRY
 from everybit_torch import TorchOptimizer
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import everybit as eb
 from everybit_torch.drop_ins.creating import CLASSES
 from everybit_torch.names.optimizers import OPTIMIZERS, value_of
-from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.torch_optimizer import TorchOptimizer
 
 PAGE = (Path(__file__).parents[2] / "docs/programs.md").read_text(encoding="utf-8")
 

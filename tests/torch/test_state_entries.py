@@ -17,9 +17,9 @@ from torch.optim import lr_scheduler
 
 import everybit as eb
 from everybit.protocol import ALONE
-from everybit.testing.registry import REGISTRY
+from everybit.testing.own_transforms import REGISTRY
 from everybit_torch import SGD, Adam, AdamW, Lion, RMSprop, TorchOptimizer, enable_gradient_release
-from everybit_torch.optim.structure import skeleton
+from everybit_torch.optim.skeletons import skeleton
 from tests.support.files import through_a_file
 from tests.support.mutations import same
 from tests.support.small_models import Awkward, same_bits, train, values

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.torch_internals import optimizers, tensors
+from everybit_torch.torch_internals import light_optimizer, tensors
 
 SOURCE = Path(__file__).parents[2] / "adapters/everybit_torch"
 
@@ -27,7 +27,7 @@ USED = [
     ("torch._C", "_nn.flatten_dense_tensors", "tensors"),
     ("torch._C", "_current_graph_task_id", "autograd"),
     ("torch.autograd", "Variable._execution_engine.queue_callback", "autograd"),
-    ("torch._compile", "_disable_dynamo", "optimizers"),
+    ("torch._compile", "_disable_dynamo", "light_optimizer"),
     ("torch._compile", "_disable_dynamo", "tracing"),
     ("torch._dynamo", "maybe_mark_dynamic", "compiler"),
     ("torch._dynamo.exc", "FailOnRecompileLimitHit", "compiler"),
@@ -143,7 +143,7 @@ def test_a_method_that_others_have_wrapped_is_called_as_they_wrapped_it(monkeypa
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", wrapped)
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    optimizers.LightOptimizer([parameter], {}).zero_grad()
+    light_optimizer.LightOptimizer([parameter], {}).zero_grad()
     assert calls == [True]
     gradient: Tensor | None = parameter.grad
     assert gradient is None

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import everybit as eb
 from everybit.base import barriers
 from everybit.protocol import ALONE
-from everybit.testing.registry import REGISTRY
+from everybit.testing.own_transforms import REGISTRY
 from everybit_torch import TorchOptimizer
 from everybit_torch.planning.allocations import AllocationCounter
-from everybit_torch.segments import requests, segment, totals
+from everybit_torch.segments import segment, sources, totals
 from everybit_torch.segments.totals import Work, find_totals
 from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
 
@@ -262,7 +262,7 @@ def test_transforms_of_the_library_ask_for_the_same_reductions_at_every_step(nam
     params = {"w": torch.ones(3, 2)}
     for step, gradient in enumerate([1.0, 0.0, float("nan"), 1e30, 1.0]):
         transform = of_the_library()[name](0.1 * step)
-        assert requests.is_fixed(transform)
+        assert sources.is_fixed(transform)
         state = transform.init(params) if state is None else state
         kinds: list[str] = []
         ctx = eb.Context(step=torch.tensor(step + 1), pending=True)

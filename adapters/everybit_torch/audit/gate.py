@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from everybit_torch.audit.intended import nonfinite
 from everybit_torch.audit.layers import Audit, LayerAudit, worst
-from everybit_torch.audit.steps import nonfinite
 from everybit_torch.audit.verdict import judge
 from everybit_torch.torch_internals.dtensors import local
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.audit.steps import After, Audited, Before, audited, nonfinite, whole
+from everybit_torch.audit.intended import After, Audited, Before, audited, nonfinite, whole
 from everybit_torch.optim import TorchOptimizer
 from everybit_torch.torch_internals.dtensors import is_dtensor
 

@@ -14,8 +14,8 @@ from everybit_torch.checkpoint.agreement import gathered
 from everybit_torch.checkpoint.inventory import Inventory
 from everybit_torch.checkpoint.parts import MODEL, STATE, CheckpointPart
 from everybit_torch.collectives import Communicator
-from everybit_torch.dtensors import saved_dtypes
 from everybit_torch.optim import as_count
+from everybit_torch.placements import saved_dtypes
 
 COMPARED = (MODEL, STATE)
 """The beginnings of names of which a checkpoint and the ranks together have the same."""

@@ -20,7 +20,7 @@ from everybit_torch.checkpoint.atomic_files import with_message
 from everybit_torch.checkpoint.boxes import overlap
 from everybit_torch.checkpoint.inventory import Inventory, Piece
 from everybit_torch.checkpoint.parts import Room
-from everybit_torch.dtensors import fits_in
+from everybit_torch.placements import fits_in
 
 
 def read_into(inventory: Inventory, rooms: Iterable[Room]) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from everybit.stepping.entries import STEP
 from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.checkpoint import hyperparameters as saved_hyperparameters
+from everybit_torch.checkpoint import saved_hyperparameters
 from everybit_torch.checkpoint.agreement import from_first, on_all, same_kind
 from everybit_torch.checkpoint.background import PendingSave
 from everybit_torch.checkpoint.compatibility import COMPARED, require_same, require_values
@@ -48,7 +48,7 @@ from everybit_torch.checkpoint.inventory import Inventory
 from everybit_torch.checkpoint.parts import MODEL, STATE, CheckpointParts, Flat, Room, parts_of, parts_of_model
 from everybit_torch.checkpoint.reading import read_into, read_piece
 from everybit_torch.checkpoint.writing import CheckedWriter
-from everybit_torch.collectives import Communicator, groups
+from everybit_torch.collectives import Communicator, own_groups
 from everybit_torch.optim import TorchOptimizer
 from everybit_torch.sharded.stepper import FlatStepper
 
@@ -259,7 +259,7 @@ def _read(
         path: The directory.
         own_parts: This rank's parts, which are not changed.
         ranks: All ranks that load.
-        hyperparameters: Read the tensors of :mod:`~everybit_torch.checkpoint.hyperparameters`, too.
+        hyperparameters: Read the tensors of :mod:`~everybit_torch.checkpoint.saved_hyperparameters`, too.
     """
     place = Path(from_first(lambda: str(latest_checkpoint(path)), ranks))
     found = on_all(lambda: read_inventory_of(place, is_judged=ranks.rank == 0), ranks)
@@ -309,7 +309,7 @@ def _ranks(stepper: FlatStepper, purpose: str) -> Communicator:
     if stepper.inner.group is None:
         return Communicator(None)
     if purpose not in stepper.others:
-        group = groups.take(stepper.ranks, "gloo", stepper.inner.timeout)
+        group = own_groups.take(stepper.ranks, "gloo", stepper.inner.timeout)
         stepper.others[purpose] = Communicator(group, owned=True)
     return stepper.others[purpose]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everybit_torch import streams
-from everybit_torch.collectives import groups
+from everybit_torch.collectives import own_groups
 from everybit_torch.torch_internals.process_groups import timeout_of
 
 Op = Any  # dist.ReduceOp.SUM and the like, whose types torch does not export
@@ -118,7 +118,7 @@ class Communicator:
         self._under_way: list[Any] = []  # torch's objects, which do not keep this one alive
         self._give_back: weakref.finalize[Any, Communicator] | None = None
         if owned and self._group is not None:
-            self._give_back = weakref.finalize(self, groups.give_back, self._group, self._under_way)
+            self._give_back = weakref.finalize(self, own_groups.give_back, self._group, self._under_way)
             self._give_back.atexit = False
 
     @property
@@ -282,7 +282,7 @@ class Communicator:
 
     def _new_group(self, backend: str) -> Communicator:
         ranks = dist.get_process_group_ranks(self._required_group())
-        return Communicator(groups.take(ranks, backend, self.timeout), near=self._near, owned=True)
+        return Communicator(own_groups.take(ranks, backend, self.timeout), near=self._near, owned=True)
 
     def _devices(self) -> list[torch.device]:
         return list(self._required_group()._device_types)
@@ -306,7 +306,7 @@ class Communicator:
 
     def _spoil(self) -> None:
         if self._group is not None:
-            groups.spoil(self._group)
+            own_groups.spoil(self._group)
 
     # -- what is under way --------------------------------------------------------------------------------------------------------
 

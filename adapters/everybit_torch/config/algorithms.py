@@ -26,7 +26,7 @@ from everybit_torch.arguments import (
     torch_arguments,
     torch_defaults,
 )
-from everybit_torch.config.structure import TableChoice, meanings, require_fields
+from everybit_torch.config.reader import TableChoice, meanings, require_fields
 from everybit_torch.drop_ins import CLASSES, for_model
 from everybit_torch.embeddings import embeddings_of, policy_with_embeddings
 from everybit_torch.optim import Params, TorchOptimizer

@@ -12,7 +12,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.formats import BUILT_IN, ParamFormat, StateFormat
 from everybit.policies import PolicyName, with_name_resolved
-from everybit_torch.config.structure import Kinds, Named, Reader, TableChoice
+from everybit_torch.config.reader import Kinds, Named, Reader, TableChoice
 
 _OWN = (
     f"a format of your own, which a file cannot name; accepted are {', '.join(one.__name__ for one in BUILT_IN)}. Keep a policy with"

@@ -9,7 +9,7 @@ from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from everybit_torch.config.structure import NONE, Named, Reader, TableChoice, fields, is_empty, meanings
+from everybit_torch.config.reader import NONE, Named, Reader, TableChoice, fields, is_empty, meanings
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 

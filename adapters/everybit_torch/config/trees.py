@@ -16,7 +16,7 @@ from everybit.policies import PolicyName, with_name_resolved
 from everybit.stepping import Unsafe
 from everybit_torch.config.algorithms import ALGORITHM, AdamWConfig, Algorithm
 from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, require_matches
-from everybit_torch.config.structure import Kinds, Reader
+from everybit_torch.config.reader import Kinds, Reader
 from everybit_torch.optim import TorchOptimizer
 from everybit_torch.segments import Compile
 from everybit_torch.sharded.strategies import PlainOptions

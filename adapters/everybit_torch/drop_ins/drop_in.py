@@ -13,7 +13,7 @@ from everybit.stepping import Unsafe
 from everybit_torch.arguments import ImplementationArguments
 from everybit_torch.optim import TorchOptimizer
 from everybit_torch.segments import Compile
-from everybit_torch.torch_internals.optimizers import hooks_of
+from everybit_torch.torch_internals.light_optimizer import hooks_of
 
 IMPLEMENTATION: Mapping[str, Any] = {"foreach": None, "capturable": False, "differentiable": False}
 """Options of most of torch's optimizers that choose among its implementations, at the values that choose none."""

@@ -23,7 +23,7 @@ from everybit_torch.collectives import (
     divide,
     reduce_scatter_into,
 )
-from everybit_torch.flat.layout import Buffer, Place
+from everybit_torch.flat.places import Buffer, Place
 from everybit_torch.sharded.strategies import Sharding
 
 

@@ -17,13 +17,13 @@ from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.background import StagingMemory
 from everybit_torch.collectives import Communicator, GroupAxis
 from everybit_torch.flat.norm_partials import Squares
-from everybit_torch.flat.optimizer import ShareOptimizer
-from everybit_torch.routing import Routed
+from everybit_torch.flat.piece_optimizer import ShareOptimizer
+from everybit_torch.routed import Routed
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport, count_nonfinite
 from everybit_torch.sharded.step_checks import Completeness
 from everybit_torch.torch_internals.dtensors import local
-from everybit_torch.torch_internals.optimizers import note_step
+from everybit_torch.torch_internals.light_optimizer import note_step
 
 
 class GradientCycle(ABC):

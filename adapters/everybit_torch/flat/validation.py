@@ -13,7 +13,7 @@ from everybit.base import dtype_name
 from everybit.combinators import needs_whole_tensors, step_cost
 from everybit.policies import LOW, resolve
 from everybit_torch.collectives import Communicator, GradientWires, communicators
-from everybit_torch.flat.layout import Buffer, Spec, lay_out
+from everybit_torch.flat.places import Buffer, Spec, lay_out
 from everybit_torch.sharded.fingerprint import Facts, facts_of, looked_at
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, Transforms, label_parameters
 from everybit_torch.sharded.models import find_units, ignored_ids, require_model, require_some

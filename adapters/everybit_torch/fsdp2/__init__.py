@@ -1,9 +1,9 @@
 """Training on the rows that FSDP2 keeps of each parameter."""
 
 from everybit_torch.fsdp2.exact_reduce_scatter import ExactReduceScatter
-from everybit_torch.fsdp2.stepper import FSDP2Stepper
+from everybit_torch.fsdp2.fsdp2_stepper import FSDP2Stepper
+from everybit_torch.fsdp2.requirements import judge
 from everybit_torch.fsdp2.units import homes_of
-from everybit_torch.fsdp2.validation import judge
 
 __all__ = [
     "ExactReduceScatter",

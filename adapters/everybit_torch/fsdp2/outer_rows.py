@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from everybit_torch.collectives import Communicator, all_reduce_into, as_sent, divide, reduce_scatter_into
-from everybit_torch.dtensors import row_edges
 from everybit_torch.fsdp2.main_gradients import MainGradient
+from everybit_torch.placements import row_edges
 from everybit_torch.torch_internals.dtensors import local
 
 # In the names of meshes: torch's caches give back an earlier mesh that compares equal, and with it process groups that may be gone.

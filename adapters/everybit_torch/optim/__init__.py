@@ -3,7 +3,6 @@
 from everybit_torch.optim.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optim.groups import Group, GroupMaker
 from everybit_torch.optim.interfaces import TorchNames
-from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.optim.param_groups import Params, named_by, require_float64
 from everybit_torch.optim.parameters import Own, Stepped
 from everybit_torch.optim.planned import parameters_of
@@ -17,6 +16,7 @@ from everybit_torch.optim.state_dicts.full_precision import (
 from everybit_torch.optim.state_dicts.full_weights import FLOATS
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
 from everybit_torch.optim.state_dicts.state_schema import as_count, require_tensor
+from everybit_torch.optim.torch_optimizer import TorchOptimizer
 
 __all__ = [
     "FLOATS",

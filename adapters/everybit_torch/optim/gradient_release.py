@@ -17,15 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 from everybit.base import require
 from everybit.stepping import Metrics
-from everybit_torch import clipping, streams
+from everybit_torch import clip_notice, streams
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.optim.parameters import Stepped
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.stepping import Task, added, gradients, is_counted, measured_mesh, step_one
+from everybit_torch.optim.torch_optimizer import TorchOptimizer
 from everybit_torch.torch_internals import autograd
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
-from everybit_torch.torch_internals.optimizers import leave_scaling_to_step
+from everybit_torch.torch_internals.light_optimizer import leave_scaling_to_step
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,7 +87,7 @@ class GradientRelease:
         ]
         if new:
             require_parameters_of(self._model, self._optimizer)
-        clipping.advise(new, self, lambda one: "release.clip_grad_norm_(max_norm)" if one.is_on else None)
+        clip_notice.advise(new, self, lambda one: "release.clip_grad_norm_(max_norm)" if one.is_on else None)
         for parameter in new:
             self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(autograd.weakly(self._arrive))
 

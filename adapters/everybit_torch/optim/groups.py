@@ -26,7 +26,7 @@ from everybit_torch.arguments import (
 from everybit_torch.compiled import Factory
 from everybit_torch.label_resolution import Decision
 from everybit_torch.optim.param_groups import policy_for
-from everybit_torch.optim.structure import skeleton
+from everybit_torch.optim.skeletons import skeleton
 from everybit_torch.segments import Compile, Steps
 
 Optimizers = dict[torch.dtype, eb.Optimizer[Any]]

@@ -13,15 +13,14 @@ import everybit as eb
 from everybit.policies import block_of
 from everybit.stepping.entries import STEP, Entry
 from everybit_torch.collectives import GroupAxis
-from everybit_torch.dtensors import RowShards, axis_of, first_element, is_primary_copy, like, mesh_of
 from everybit_torch.label_resolution import Decision
-from everybit_torch.memory import has_repeated_elements
 from everybit_torch.optim.groups import Group, Optimizers
 from everybit_torch.optim.planned import New, ParamGroups, Settled, StatePlan, parameters_of, planned, tied_by_memory
 from everybit_torch.optim.states import States
 from everybit_torch.optim.visiting import Visited, Visiting, entries_of
 from everybit_torch.optim.visits import Visitor
 from everybit_torch.optim.visits import entries_of as state_of
+from everybit_torch.placements import RowShards, axis_of, first_element, is_primary_copy, like, mesh_of
 from everybit_torch.segments import (
     Bucket,
     Memory,
@@ -34,6 +33,7 @@ from everybit_torch.segments import (
     neighbours,
     upper_words,
 )
+from everybit_torch.shared_memory import has_repeated_elements
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 if TYPE_CHECKING:
@@ -431,9 +431,9 @@ class Parameters:
             parts.append("compiled" if compiles else "uncompiled")
         return ", ".join(parts)
 
-    # -- following ------------------------------------------------------------------------------------------------------------
+    # -- where they lie ------------------------------------------------------------------------------------------------------------
 
-    def require_followable(self, parameters: Sequence[Tensor]) -> None:
+    def require_relocatable(self, parameters: Sequence[Tensor]) -> None:
         """Refuse parameters with another dtype, device or shape, or with unusable memory. No parameter is changed.
 
         Raises:
@@ -471,16 +471,16 @@ class Parameters:
                         " for weights of its own. To tie two weights let them be one Parameter, before the first step."
                     )
 
-    def follow(self, param_groups: ParamGroups) -> None:
+    def relocate(self, param_groups: ParamGroups) -> None:
         """Step parameters where they lie now.
 
         Raises:
-            RuntimeError: The parameter cannot be followed, as for :meth:`require_followable`.
+            RuntimeError: The parameter cannot be followed, as for :meth:`require_relocatable`.
         """
         if all(one.of.in_place() for one in self.stepped):
             return
         parameters = parameters_of(param_groups)
-        self.require_followable(parameters)
+        self.require_relocatable(parameters)
         tied = tied_by_memory(parameters)
         self.come_apart([one for one in self.stepped if any(id(p) in tied for p in one.of.parameters)])
         for one in self.stepped:
@@ -489,7 +489,7 @@ class Parameters:
             (parameter, *_), segment = one.of.parameters, one.of.segment
             if isinstance(one.of, Single) and not segment.is_whole and not local(parameter).is_contiguous():
                 one.of = Bucket.of(segment, parameter)
-            one.of.follow()
+            one.of.relocate()
 
 
 def shown(parameter: Tensor, entries: Iterable[tuple[Entry, Tensor]]) -> dict[str, Tensor]:

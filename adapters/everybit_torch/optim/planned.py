@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 import everybit as eb
 from everybit.combinators import matrices_of
 from everybit.policies import policies_of, resolve_tree
-from everybit_torch.dtensors import RowShards, row_edges, row_shards
 from everybit_torch.label_resolution import Decision, applied, decide, require_labels_used, tree_of
-from everybit_torch.memory import has_repeated_elements, sharing
 from everybit_torch.optim.groups import Optimizers
+from everybit_torch.placements import RowShards, row_edges, row_shards
 from everybit_torch.segments import is_short
+from everybit_torch.shared_memory import has_repeated_elements, sharing
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 ParamGroups = Sequence[Mapping[str, Any]]

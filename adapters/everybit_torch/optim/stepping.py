@@ -13,10 +13,10 @@ from torch import Tensor
 import everybit as eb
 from everybit.protocol import Due
 from everybit.stepping import Metrics
-from everybit_torch.dtensors import axis_of, is_primary_copy, mesh_of
 from everybit_torch.optim import common_numbers
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.visiting import Visit, Visited
+from everybit_torch.placements import axis_of, is_primary_copy, mesh_of
 from everybit_torch.segments import Partial, Run, Segment, Single, Work, find_totals
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import local
@@ -250,7 +250,7 @@ def _ready(task: Task) -> _Ready | None:
 
 
 def measured_mesh(parameters: Parameters) -> DeviceMesh | None:
-    """Return the mesh over which metrics are added up; see :func:`~everybit_torch.dtensors.mesh_of`."""
+    """Return the mesh over which metrics are added up; see :func:`~everybit_torch.placements.mesh_of`."""
     return mesh_of([p for one in parameters.stepped for p in one.of.parameters])
 
 

@@ -17,10 +17,10 @@ from everybit.protocol import Due
 from everybit.stepping import Metrics
 from everybit.stepping.entries import Entry
 from everybit_torch.collectives import Communicator
-from everybit_torch.dtensors import RowShards, like
 from everybit_torch.label_resolution import Decision
 from everybit_torch.optim.groups import Group
 from everybit_torch.optim.visits import Of, Visitor, Visits
+from everybit_torch.placements import RowShards, like
 from everybit_torch.segments import Partial, Segment, Steps
 from everybit_torch.torch_internals.dtensors import local
 

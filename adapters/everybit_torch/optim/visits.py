@@ -21,7 +21,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.combinators import step_cost
 from everybit_torch.collectives import AllToAll, Communicator
-from everybit_torch.dtensors import row_edges
+from everybit_torch.placements import row_edges
 from everybit_torch.segments import Segment
 from everybit_torch.torch_internals.dtensors import local
 

@@ -27,7 +27,7 @@ from torch import nn
 from everybit_torch.collectives import sizes_of
 from everybit_torch.flat import BufferStepper, laid_out
 from everybit_torch.fsdp2 import FSDP2Stepper, homes_of
-from everybit_torch.planning.buffers import plan_buffers
+from everybit_torch.planning.buffer_plan import plan_buffers
 from everybit_torch.planning.report import Plan, PlannedRun, Ranks
 from everybit_torch.planning.rows import plan_units
 from everybit_torch.sharded.labelling import Labelled, Transforms, label_parameters

@@ -15,7 +15,7 @@ from everybit.base import dtype_name
 from everybit.policies import resolve, short
 from everybit.stepping import Metrics, OptimizerState, nbytes
 from everybit_torch.collectives import GradientWires
-from everybit_torch.dtensors import row_edges
+from everybit_torch.placements import row_edges
 from everybit_torch.planning.report import Plan, PlannedRun, Ranks, in_order, kept_by
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction
 from everybit_torch.segments import PIECE

@@ -1,10 +1,10 @@
 """Segments: a tensor that is stepped at once, its state, and the places of its elements in the model."""
 
-from everybit_torch.segments.requests import Sources
-from everybit_torch.segments.run import Memory, Run, neighbours
+from everybit_torch.segments.contiguous import Memory, Run, neighbours
 from everybit_torch.segments.segment import PIECE, Segment, piece_size, write
 from everybit_torch.segments.short import Bucket, indices, is_short, most_short, upper_words
 from everybit_torch.segments.single import Places, Single
+from everybit_torch.segments.sources import Sources
 from everybit_torch.segments.steps import Compile, Steps, require_compile
 from everybit_torch.segments.totals import Partial, Work, find_totals
 

@@ -132,7 +132,7 @@ class Bucket:
         """Whether all parameters have the memory that they had at the last step."""
         return bool(self._targets) and self.places.hold(self._here())
 
-    def follow(self) -> None:
+    def relocate(self) -> None:
         """Step the memory that the parameters have now."""
         self._find(self.segment.tensor)
 

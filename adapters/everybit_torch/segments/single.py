@@ -54,7 +54,7 @@ class Single:
         """Whether the parameter has the memory that it had at the last step."""
         return self.places.hold([local(self.parameters[0])])
 
-    def follow(self) -> None:
+    def relocate(self) -> None:
         """Step the memory that the parameter has now."""
         self.segment.tensor = as_stepped(self.parameters[0], self.segment.optimizer)
         self.places = Places([local(self.parameters[0])])

@@ -24,8 +24,8 @@ from everybit.protocol import Due
 from everybit.protocol.requests import Kind
 from everybit.stepping import OptimizerState
 from everybit.stepping.layout import Layout
-from everybit_torch.segments.requests import Sources
 from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.sources import Sources
 
 PIECE = 1 << 20
 """Elements of which a contribution is computed at a time on a CPU."""

@@ -12,8 +12,8 @@ from everybit.stepping.entries import WEIGHTS
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.agreement import gathered
 from everybit_torch.collectives import Communicator
-from everybit_torch.dtensors import is_primary_copy, mesh_of
 from everybit_torch.optim import TorchOptimizer, parameters_of
+from everybit_torch.placements import is_primary_copy, mesh_of
 from everybit_torch.sharded.reports import count_nonfinite
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.torch_internals.dtensors import local

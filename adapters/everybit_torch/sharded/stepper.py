@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from everybit.base import FloatDType
-from everybit_torch import clipping, notices
+from everybit_torch import clip_notice, notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.background import PendingSave, StagingMemory
 from everybit_torch.collectives import Communicator, ranks_of
 from everybit_torch.planning.report import Plan
-from everybit_torch.routing import Routed
+from everybit_torch.routed import Routed
 from everybit_torch.sharded.labelling import LabelledTransform, Transforms
 from everybit_torch.sharded.models import BufferValues, claim, synchronize_buffers
 from everybit_torch.sharded.options import StepperKeywords, StepperOptions
@@ -88,7 +88,7 @@ class FlatStepper:
         self.saving: PendingSave | None = None
         claim(model, self)
         call = "stepper.clip_grad_norm_(max_norm), or pass the parameters of stepper.as_optimizer()"
-        clipping.advise(model.parameters(), self, lambda one: None if one.closed else call)
+        clip_notice.advise(model.parameters(), self, lambda one: None if one.closed else call)
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from everybit.base.dtypes import (
     settle_dtype,
     spelled,
 )
-from everybit.base.labels import by_name, label_table, plain_name, require_each, require_name, require_patterns
 from everybit.base.memo import once, remember
 from everybit.base.named_tensors import load_state_dict, state_dict
+from everybit.base.patterns import by_name, label_table, plain_name, require_each, require_name, require_patterns
 from everybit.base.random_bits import Key, Lane, Numbering, normal, require_seed, stream
 from everybit.base.rounding import straight_through, uniform
 from everybit.base.scalars import (

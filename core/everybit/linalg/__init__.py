@@ -1,6 +1,6 @@
 """Matrices: how a parameter is seen as some, their products, orthogonal factors, Kronecker factors and projections."""
 
-from everybit.linalg.factored import Which, factored_dimensions
+from everybit.linalg.factored_moments import Which, factored_dimensions
 from everybit.linalg.kronecker import Block, Kronecker, Sides, root_mean_square
 from everybit.linalg.operations import eigenvectors, inverse_roots, orthonormal, product
 from everybit.linalg.orthogonalization import (

@@ -1,8 +1,8 @@
 """The optimizer: a transform under a policy, its state by name, its metrics, and updates without a policy."""
 
+from everybit.stepping.applying import apply_updates
 from everybit.stepping.metrics import Metrics, with_metrics
 from everybit.stepping.optimizer import Optimizer, OptimizerState, StepTrace, Unsafe, nbytes, state_bytes, with_policy
-from everybit.stepping.updates import apply_updates
 
 __all__ = [
     "Metrics", "Optimizer", "OptimizerState", "StepTrace", "Unsafe", "apply_updates", "nbytes", "state_bytes", "with_metrics",

@@ -33,7 +33,7 @@ from everybit.testing.checks.runs import (
 from everybit.testing.checks.shards import check_shards_equal_whole
 from everybit.testing.conformance import Conformance, assert_transform_conforms
 from everybit.testing.examples import Build, assert_same_bits, example_grads, example_params
-from everybit.testing.registry import REGISTRY
+from everybit.testing.own_transforms import REGISTRY
 
 __all__ = [
     "CHECKS",

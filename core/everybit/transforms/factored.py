@@ -26,8 +26,8 @@ from everybit.base import (
     sum_of_squares,
     tree,
 )
-from everybit.linalg import Which, factored, factored_dimensions
-from everybit.linalg.factored import moved, zeros
+from everybit.linalg import Which, factored_dimensions, factored_moments
+from everybit.linalg.factored_moments import moved, zeros
 from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 from everybit.transforms.updates import Empty, Memoryless
 
@@ -89,7 +89,7 @@ class ScaleByFactoredRms(WholeTensors):
 
     def init(self, params: P) -> FactoredRmsState[P]:
         """Return means of zero for all parameters."""
-        return FactoredRmsState(tree.map(lambda p: factored.zeros(p, self._factored(p)), params))
+        return FactoredRmsState(tree.map(lambda p: factored_moments.zeros(p, self._factored(p)), params))
 
     def update(
         self, updates: P, state: FactoredRmsState[Any], params: P, ctx: Context = ALONE
@@ -105,11 +105,11 @@ class ScaleByFactoredRms(WholeTensors):
         share = materialize(torch.maximum(share, least))
 
         def means(g: Tensor, v: Any) -> Any:
-            return factored.moved(v, factored.raised(g * g, eps1), share, self._factored(g))
+            return factored_moments.moved(v, factored_moments.raised(g * g, eps1), share, self._factored(g))
 
         def direction(g: Tensor, v: Any) -> Tensor:
-            u = factored.over_root(g, v, self._factored(g))
-            return u if limit is None else factored.clipped_by_rms(u, limit)
+            u = factored_moments.over_root(g, v, self._factored(g))
+            return u if limit is None else factored_moments.clipped_by_rms(u, limit)
 
         variance = tree.map(means, updates, state.variance)
         return tree.map(direction, updates, variance), FactoredRmsState(variance)
@@ -361,7 +361,7 @@ class ScaleByCame(WholeTensors):
 
     def init(self, params: P) -> CameState[P]:
         """Return means of zero for all parameters."""
-        variance = tree.map(lambda p: factored.zeros(p, factored_dimensions(p)), params)
+        variance = tree.map(lambda p: factored_moments.zeros(p, factored_dimensions(p)), params)
         instability = tree.map(_factors_only, params)
         return CameState(tree.zeros_like(params), variance, instability)
 
@@ -371,20 +371,20 @@ class ScaleByCame(WholeTensors):
         eps1, eps2, limit = self.at(ctx.step, "eps1", "eps2", "clip_threshold")
 
         def square(g: Tensor, v: Any) -> Any:
-            return factored.moved(v, factored.raised(g * g, eps1), 1 - b2, factored_dimensions(g))
+            return factored_moments.moved(v, factored_moments.raised(g * g, eps1), 1 - b2, factored_dimensions(g))
 
         def direction(g: Tensor, v: Any) -> Tensor:
-            return factored.clipped_by_rms(factored.over_root(g, v, factored_dimensions(g)), limit)
+            return factored_moments.clipped_by_rms(factored_moments.over_root(g, v, factored_dimensions(g)), limit)
 
         def apart(u: Tensor, m: Tensor, s: Any) -> Any:
             dimensions = factored_dimensions(u)
             if dimensions is None:
                 return {name: x.clone() for name, x in s.items()}
-            return factored.moved(s, factored.raised((u - m) * (u - m), eps2), 1 - b3, dimensions)
+            return factored_moments.moved(s, factored_moments.raised((u - m) * (u - m), eps2), 1 - b3, dimensions)
 
         def trusted(m: Tensor, s: Any) -> Tensor:
             dimensions = factored_dimensions(m)
-            return m.clone() if dimensions is None else factored.over_root(m, s, dimensions)
+            return m.clone() if dimensions is None else factored_moments.over_root(m, s, dimensions)
 
         variance = tree.map(square, updates, state.variance)
         directions = tree.map(direction, updates, variance)
@@ -397,7 +397,7 @@ def _factors_only(p: Tensor) -> Any:
     """Zeros of the shapes of rows and columns, without elements for a parameter that is not factored."""
     dimensions = factored_dimensions(p)
     if dimensions is not None:
-        return factored.zeros(p, dimensions)
+        return factored_moments.zeros(p, dimensions)
     return {name: torch.zeros_like(p.reshape(-1)[:0]) for name in ("rows", "columns")}
 
 

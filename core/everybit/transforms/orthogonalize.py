@@ -25,7 +25,7 @@ from everybit.base import (
     sum_of_squares,
     tree,
 )
-from everybit.linalg import NewtonSchulz, factored
+from everybit.linalg import NewtonSchulz, factored_moments
 from everybit.protocol import ALONE, Context, SlotDecay
 from everybit.transforms.matrix_wise import MatrixScale, MatrixWise, Stateless, alone, from_shape, require_scale, scaled
 from everybit.transforms.updates import Empty
@@ -220,7 +220,7 @@ class ScaleByNorMuon(MatrixWise):
 
         def moved(o: Tensor, v: Tensor) -> Tensor:
             dim = self._dim(o.shape)
-            found: Tensor = factored.moved(v, mean(o * o, dim).unsqueeze(dim), 1 - b2, None)
+            found: Tensor = factored_moments.moved(v, mean(o * o, dim).unsqueeze(dim), 1 - b2, None)
             return found
 
         def divided(o: Tensor, v: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ import everybit as eb
 from everybit.base import DTYPES
 from everybit.stepping import OptimizerState
 from everybit.stepping.entries import WEIGHTS, Entry, entries
-from everybit_torch.dtensors import like
 from everybit_torch.optim.parameters import Parameters, shown
 from everybit_torch.optim.visiting import Visited
 from everybit_torch.optim.visits import entries_of
+from everybit_torch.placements import like
 from everybit_torch.segments import Segment, write
 from everybit_torch.torch_internals.dtensors import local
 

@@ -19,8 +19,8 @@ from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch import notices
 from everybit_torch.arguments import as_python, differ
 from everybit_torch.optim.common_numbers import spread
+from everybit_torch.optim.following import require_same_decisions, require_same_view, start_with
 from everybit_torch.optim.groups import Optimizers, require_alike
-from everybit_torch.optim.hyperparameters import require_same_decisions, require_same_view, start_with
 from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import StatePlan, parameters_of
 from everybit_torch.optim.state_dicts import full_precision
@@ -187,7 +187,7 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
     # A parameter that others keep something for, and that was never stepped, has no entries of the optimizer's.
     wanted = frozenset(id(parameters[p]) for p, given in saved.entries.items() if any(map(is_own_name, given)))
     plan = front.own.plan(front.own_groups, wanted, settings.optimizers)
-    front.own.require_followable(parameters)
+    front.own.require_relocatable(parameters)
     expected = expectations(front.own, settings.optimizers, plan, full=full)
     torchs = front.torch_names.kept if front.torch_names is not None else frozenset()
     own: dict[int, dict[str, Tensor]] = {}
@@ -302,7 +302,7 @@ def _take_settings(front: Front, loaded: Loaded) -> None:
     start_with(front.own, settings.arguments, settings.optimizers)
     if loaded.plan is not None:
         front.own.carry_out(loaded.plan)
-    front.own.follow(front.own_groups)
+    front.own.relocate(front.own_groups)
     states = front.own.states
     for key in [key for key in states if not isinstance(key, Tensor)]:
         del states[key]

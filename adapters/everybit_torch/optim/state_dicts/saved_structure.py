@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everybit.stepping.entries import VERSION, VERSION_KEY
-from everybit_torch.memory import has_memory
+from everybit_torch.shared_memory import has_memory
 
 DEEPEST = 32
 """How deep containers may be nested in what others keep in a state dict. Copying and pickling it recurses, and Python ends a recursion

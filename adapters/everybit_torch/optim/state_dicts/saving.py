@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from everybit.stepping.entries import VERSION, VERSION_KEY
-from everybit_torch.dtensors import sendable
 from everybit_torch.optim.interfaces import Front
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.state_dicts import full_precision
 from everybit_torch.optim.state_dicts.saved_structure import FROZEN_REMAINDERS, NOT_SAVED, copied, is_plain, shown
 from everybit_torch.optim.states import ParameterState, keeps_frozen_remainder
 from everybit_torch.optim.visits import entries_of
+from everybit_torch.placements import sendable
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 

@@ -13,15 +13,15 @@ import everybit as eb
 from everybit.base import DTYPES
 from everybit.policies import Resolved
 from everybit.stepping.entries import WEIGHTS, Entry
-from everybit_torch.dtensors import fits_in, is_cut_evenly, saved_dtypes
 from everybit_torch.label_resolution import applied
-from everybit_torch.memory import has_memory
 from everybit_torch.optim.groups import Optimizers
 from everybit_torch.optim.parameters import Parameters
 from everybit_torch.optim.planned import StatePlan
+from everybit_torch.optim.skeletons import skeleton
 from everybit_torch.optim.state_dicts.saved_structure import shown
-from everybit_torch.optim.structure import skeleton
+from everybit_torch.placements import fits_in, is_cut_evenly, saved_dtypes
 from everybit_torch.segments import Segment
+from everybit_torch.shared_memory import has_memory
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 
 LARGEST_COUNT = 2**53

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from everybit.stepping.entries import STEP, WEIGHTS
-from everybit_torch.memory import has_memory
 from everybit_torch.optim.interfaces import Front, TorchNames
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
+from everybit_torch.shared_memory import has_memory
 
 
 def to_torch(front: Front, full: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from everybit_torch.arguments import WithAverage, argument_names, require_factor
 from everybit_torch.compiled import Factory
 from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
-from everybit_torch.optim import common_numbers, evaluating, hyperparameters, param_groups, stepping
+from everybit_torch.optim import common_numbers, evaluating, following, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
 from everybit_torch.optim.groups import GroupMaker
 from everybit_torch.optim.interfaces import Release, TorchNames
@@ -34,7 +34,7 @@ from everybit_torch.optim.states import ParameterState, States, state_replaced
 from everybit_torch.segments import Compile, require_compile
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import is_dtensor
-from everybit_torch.torch_internals.optimizers import LightOptimizer
+from everybit_torch.torch_internals.light_optimizer import LightOptimizer
 
 
 class TorchOptimizer(LightOptimizer):
@@ -256,7 +256,7 @@ class TorchOptimizer(LightOptimizer):
         groups = self.own_groups
         self._follow_hyperparameters(groups)
         self._settle_parameters(groups)
-        self.own.follow(groups)
+        self.own.relocate(groups)
         self.own.take_back()
         self._seen.note(self.own, groups, self.state)
 
@@ -286,7 +286,7 @@ class TorchOptimizer(LightOptimizer):
         """
         groups = self.own_groups
         self._settle_parameters(groups)
-        self.own.follow(groups)
+        self.own.relocate(groups)
 
     def _settle_parameters(self, groups: list[dict[str, Any]]) -> None:
         """Give parameters without state their state: that which was assigned to them, or that before the first step."""
@@ -302,7 +302,7 @@ class TorchOptimizer(LightOptimizer):
 
     def _follow_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         """Step with the hyperparameters that the param groups have now."""
-        hyperparameters.follow(self.own, groups, [self.factory_arguments(values) for values in groups])
+        following.follow(self.own, groups, [self.factory_arguments(values) for values in groups])
 
     def _settle_state(self) -> None:
         """Take over a mapping assigned to ``self.state``, which is possible until parameters are placed."""
@@ -431,7 +431,7 @@ class TorchOptimizer(LightOptimizer):
         self.require_trained("import_fp32")
         given = full_weights.judge(self, weights)
         self.own.plan(self.own_groups, frozenset())
-        self.own.require_followable(self._parameters())
+        self.own.require_relocatable(self._parameters())
         return given
 
     def export_dtypes(self) -> dict[int, torch.dtype]:

@@ -14,8 +14,8 @@ from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, spread
 from everybit_torch.optim import Group, GroupMaker, TorchOptimizer, evaluating
 from everybit_torch.segments import Compile
-from everybit_torch.sharded.hyperparameters import WithNumbers, hyperparameter_fields, hyperparameters
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
+from everybit_torch.sharded.numbers_inside import WithNumbers, hyperparameter_fields, hyperparameters
 
 
 class LabelledGroups(GroupMaker):

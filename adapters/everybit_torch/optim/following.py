@@ -12,7 +12,7 @@ from everybit_torch.label_resolution import applied, choices, decide, tree_of
 from everybit_torch.optim.groups import Group, Optimizers, require_alike
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.planned import ParamGroups
-from everybit_torch.optim.structure import renested, skeleton
+from everybit_torch.optim.skeletons import renested, skeleton
 from everybit_torch.segments import Segment
 
 

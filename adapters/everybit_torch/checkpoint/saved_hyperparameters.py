@@ -22,7 +22,7 @@ from torch import Tensor
 
 from everybit_torch.checkpoint.inventory import Inventory
 from everybit_torch.optim import Group, TorchOptimizer
-from everybit_torch.sharded.hyperparameters import RESERVED, hyperparameters
+from everybit_torch.sharded.numbers_inside import RESERVED, hyperparameters
 
 HYPERPARAMETERS, OPTIONS, GROUPS = "hyperparameters.", "options.", "groups."
 

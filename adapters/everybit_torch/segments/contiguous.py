@@ -89,7 +89,7 @@ class Run(Bucket):
         """Whether all parameters have the memory that they had at first; the memory itself is stepped, whatever their shapes are."""
         return [*map(Tensor.data_ptr, self.parameters)] == self._addresses
 
-    def follow(self) -> None:
+    def relocate(self) -> None:
         """Refuse: the memory is a stepper's.
 
         Raises:

@@ -15,7 +15,7 @@ from everybit_torch.collectives import GroupAxis
 from everybit_torch.compiled import FusedSums
 from everybit_torch.flat.buffers import FlatBuffer, PartialSums, Reduced
 from everybit_torch.flat.cycle import GradientCycle
-from everybit_torch.flat.optimizer import LabelledGroups, PieceOptimizer
+from everybit_torch.flat.piece_optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.flat.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.flat.turns import Turns
 from everybit_torch.flat.validation import JudgedBuffers

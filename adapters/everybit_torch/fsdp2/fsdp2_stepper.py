@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from everybit.combinators import needs_whole_tensors
 from everybit_torch.compiled import FusedSums
-from everybit_torch.dtensors import like
 from everybit_torch.flat import GradientCycle, LabelledGroups, ShareOptimizer
 from everybit_torch.fsdp2.main_gradients import MainGradient
 from everybit_torch.fsdp2.outer_rows import OuterRows
-from everybit_torch.fsdp2.validation import JudgedUnits
+from everybit_torch.fsdp2.requirements import JudgedUnits
+from everybit_torch.placements import like
 from everybit_torch.sharded.labelling import LabelledTransform
 
 

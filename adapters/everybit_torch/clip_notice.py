@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from everybit_torch import notices
-from everybit_torch.torch_internals import clipping
+from everybit_torch.torch_internals import scaled_gradients
 
 Owner = TypeVar("Owner")
 
@@ -27,7 +27,7 @@ def advise(parameters: Iterable[Tensor], owner: Owner, advice: Callable[[Owner],
         owner: Has the gradients; parameters may outlive it.
         advice: Returns the call that clips, or None once the parameters have gradients of their own.
     """
-    clipping.watch(_look)
+    scaled_gradients.watch(_look)
     reference = weakref.ref(owner)
 
     def current() -> str | None:

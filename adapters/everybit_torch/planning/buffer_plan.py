@@ -21,8 +21,8 @@ from everybit_torch.planning.allocations import AllocationCounter
 from everybit_torch.planning.report import Plan, PlannedRun, distribution, in_order, kept_by
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction, sent_by_sum
 from everybit_torch.segments import PIECE, Segment, Work, find_totals, indices, most_short, neighbours, piece_size
-from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
+from everybit_torch.sharded.numbers_inside import hyperparameters
 
 COMPARED = 6 * torch.int64.itemsize
 """Bytes in which ranks compare what they begin: each microbatch whose gradients are summed, and a step."""

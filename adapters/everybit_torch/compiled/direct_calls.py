@@ -93,7 +93,7 @@ class DirectCalls(_KnownCode):
         self,
         tensors: list[Tensor],
         grads: list[Tensor],
-        state: OptimizerState[Any],
+        state: OptimizerState[Any] | tuple[OptimizerState[Any], Tensor],
         numbers: Tensor,
         given: Mapping[str, Tensor],
         first: Tensor | Blocks | Scattered,

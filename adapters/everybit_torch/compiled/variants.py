@@ -62,7 +62,7 @@ class Inputs:
     Attributes:
         tensors: The segment's tensor, alone in a list.
         grads: Its gradient, in the same shape.
-        state: The optimizer's state for it.
+        state: The optimizer's state for it; if the body notes changes, a pair of it and the mask.
         first: Global index of the first element, int64, 0-d; or those of the blocks.
         totals: The totals of the transform's reductions.
         policy: How all of it is stored: the param group's, for parameters of this dtype.
@@ -75,7 +75,7 @@ class Inputs:
 
     tensors: list[Tensor]
     grads: list[Tensor]
-    state: OptimizerState[Any]
+    state: Any
     first: FirstOnDevice
     totals: list[Tensor]
     policy: AnyPolicy
@@ -314,7 +314,7 @@ class Variants(Generic[R]):
         def step(
             tensors: list[Tensor],
             grads: list[Tensor],
-            state: OptimizerState[Any],
+            state: OptimizerState[Any] | tuple[OptimizerState[Any], Tensor],
             numbers: Tensor,
             given: dict[str, Tensor],
             first: FirstOnDevice,

@@ -19,7 +19,7 @@ from everybit_torch.compiled import Factory
 from everybit_torch.drop_ins import adam, adaptive, momentum
 from everybit_torch.embeddings import FactoryForModel, embeddings_of, policy_with_embeddings
 from everybit_torch.optim import Params, TorchOptimizer, named_by
-from everybit_torch.segments import Compile
+from everybit_torch.segments import Compile, WatchedDType
 
 Choice = Literal[
     "alone", "both", "cautious", "columns", "columns_then_rows", "corrected", "coupled", "decoupled", "directions", "exact",
@@ -68,6 +68,7 @@ def create(
     seed: int = 0,
     unsafe: Unsafe = "refuse",
     average: float | Tensor | None = None,
+    watch: WatchedDType | None = None,
     **options: Option,
 ) -> TorchOptimizer:
     """Return the torch optimizer of this name: of its own class where it has one (``"adamw"`` is :class:`AdamW`).
@@ -89,6 +90,7 @@ def create(
         seed: See there.
         unsafe: See there.
         average: See there.
+        watch: See there.
         options: Other hyperparameters, by torch's names: ``betas``, ``eps``, ``weight_decay``. Others have the default of the
             function of this name in ``everybit``.
 
@@ -118,7 +120,7 @@ def create(
     given |= options
     settings: dict[str, Any] = {
         "policy": policy, "compile": compile, "metrics": metrics, "seed": seed,
-        "unsafe": unsafe, "average": average,
+        "unsafe": unsafe, "average": average, "watch": watch,
     }  # fmt: skip
     kind: Any = CLASSES.get(found.name)
     made: TorchOptimizer = (

@@ -12,7 +12,7 @@ from everybit.policies import PolicyOrName
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import ImplementationArguments
 from everybit_torch.optim import TorchOptimizer
-from everybit_torch.segments import Compile
+from everybit_torch.segments import Compile, WatchedDType
 from everybit_torch.torch_internals.light_optimizer import hooks_of
 
 IMPLEMENTATION: Mapping[str, Any] = {"foreach": None, "capturable": False, "differentiable": False}
@@ -27,9 +27,11 @@ class DropInOptions(ImplementationArguments, total=False):
 
     Attributes:
         unsafe: The handling of a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
+        watch: The dtype in which changes of weights are noted; see :meth:`TorchOptimizer.take_changed`.
     """
 
     unsafe: Unsafe
+    watch: WatchedDType | None
 
 
 class AdamOptions(DropInOptions, total=False):
@@ -58,6 +60,7 @@ class DropIn(TorchOptimizer):
         metrics: bool = False,
         seed: int = 0,
         unsafe: Unsafe = "refuse",
+        watch: WatchedDType | None = None,
     ) -> Self:
         """Take over from the ``torch.optim`` optimizer of the same name, in the middle of a run or before its first step.
 
@@ -73,6 +76,7 @@ class DropIn(TorchOptimizer):
             metrics: See there.
             seed: See there.
             unsafe: See there.
+            watch: See :class:`~everybit_torch.TorchOptimizer`.
 
         Raises:
             TypeError: An optimizer of another class.
@@ -108,7 +112,7 @@ class DropIn(TorchOptimizer):
                 group["params"] = [*zip(group.pop("param_names"), group["params"], strict=True)]
         made: Self = cast(Any, cls)(
             groups, **_without(options, optimizer.defaults), policy=policy, compile=compile,
-            metrics=metrics, seed=seed, unsafe=unsafe,
+            metrics=metrics, seed=seed, unsafe=unsafe, watch=watch,
         )  # fmt: skip
         made.load_torch_state_dict(optimizer.state_dict())
         return made

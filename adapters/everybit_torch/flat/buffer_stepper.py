@@ -19,6 +19,7 @@ from everybit_torch.flat.piece_optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.flat.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.flat.turns import Turns
 from everybit_torch.flat.validation import JudgedBuffers
+from everybit_torch.optim import Region
 from everybit_torch.segments import Memory, Places
 from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.models import synchronize_values
@@ -64,6 +65,12 @@ class BufferStepper(GradientCycle):
             step=self.step,
             clear=self.zero_grad,
             replacing=self._replacing,
+            watch=options.watch,
+            regions={
+                place.spec.name: Region((place.numel,), (place.offset,), (place.spec.numel,))
+                for buffer in self.buffers
+                for place in buffer.places
+            },
         )
         self._counts = self.outer.rank == 0 and (options.sharding.state or self.inner.rank == 0)
         axis = GroupAxis((self.inner,) if options.sharding.state else ())

@@ -352,6 +352,7 @@ class GradientCycle(ABC):
     @torch.no_grad()
     def loaded(self) -> None:
         """This rank's weights and state were replaced: hand out weights."""
+        self._optimizer.own.note_loading()
         self._hand_out()
         self.completeness.mark_complete()
         self._forget()

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, spread
-from everybit_torch.optim import Group, GroupMaker, TorchOptimizer, evaluating
-from everybit_torch.segments import Compile
+from everybit_torch.optim import Group, GroupMaker, Region, TorchOptimizer, evaluating
+from everybit_torch.segments import Compile, WatchedDType
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.numbers_inside import WithNumbers, hyperparameter_fields, hyperparameters
 
@@ -72,6 +72,8 @@ class ShareOptimizer(TorchOptimizer):
         step: The stepper's step.
         clear: Discards the gradients of a cycle.
         replacing: The context in which this rank's weights and state are replaced.
+        watch: See :class:`~everybit_torch.TorchOptimizer`.
+        regions: Where this rank's part of each parameter lies in the whole, by name; None: the parts are DTensors, which say it.
     """
 
     of_stepper: ClassVar[bool] = True
@@ -86,7 +88,10 @@ class ShareOptimizer(TorchOptimizer):
         step: Callable[[], object],
         clear: Callable[[], None],
         replacing: Callable[[], AbstractContextManager[None]],
+        watch: WatchedDType | None = None,
+        regions: Mapping[str, Region] | None = None,
     ) -> None:
+        self._regions = regions
         self._step_all, self._clear, self._replacing, self._is_made = step, clear, replacing, False
         self.fields = groups.fields
         names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
@@ -100,7 +105,7 @@ class ShareOptimizer(TorchOptimizer):
             }
             for label, one in labelled.meaning.items()
         ]
-        super().__init__(given, groups, seed=seed)
+        super().__init__(given, groups, seed=seed, watch=watch)
         self._is_made = True
         self.defaults |= dict.fromkeys((*names, "label"))  # schedulers look for what they may change
         self.own.number_elements(parameters.values())
@@ -123,6 +128,9 @@ class ShareOptimizer(TorchOptimizer):
             ValueError: One that is out of range.
         """
         self.own.groups[number].build(self.factory_arguments(group))
+
+    def _region_of(self, name: str, parameter: Tensor) -> Region:
+        return super()._region_of(name, parameter) if self._regions is None else self._regions[name]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

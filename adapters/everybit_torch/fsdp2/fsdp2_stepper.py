@@ -62,6 +62,7 @@ class FSDP2Stepper(GradientCycle):
             step=self.step,
             clear=self.zero_grad,
             replacing=self._replacing,
+            watch=options.watch,
         )
 
     @property

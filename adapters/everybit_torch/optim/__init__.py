@@ -17,15 +17,18 @@ from everybit_torch.optim.state_dicts.full_weights import FLOATS
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
 from everybit_torch.optim.state_dicts.state_schema import as_count, require_tensor
 from everybit_torch.optim.torch_optimizer import TorchOptimizer
+from everybit_torch.optim.watching import Changed, Region, require_watched
 
 __all__ = [
     "FLOATS",
+    "Changed",
     "GradientRelease",
     "Group",
     "GroupMaker",
     "LoadReport",
     "Own",
     "Params",
+    "Region",
     "RoundingLoss",
     "Saved",
     "Stepped",
@@ -41,6 +44,7 @@ __all__ = [
     "read",
     "require_float64",
     "require_tensor",
+    "require_watched",
     "rounding_loss",
     "shown",
 ]

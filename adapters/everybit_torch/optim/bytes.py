@@ -11,13 +11,15 @@ from everybit_torch.torch_internals.dtensors import local
 
 
 def _add_state(table: dict[str, int], segment: Segment) -> None:
+    if segment.watched is not None:
+        table["changed"] = table.get("changed", 0) + segment.watched.mask.nbytes
     table["compensation"] += sum(leaf.nbytes for leaf in eb.tree.leaves(segment.state.extra))
     for name, bytes in state_bytes(segment.state.inner, counters=segment.state.step.nbytes).items():
         table[name] = table.get(name, 0) + bytes
 
 
 def bytes_table(parameters: Parameters) -> dict[str, int]:
-    """Return bytes by use; keys as in :meth:`everybit.Policy.bytes_table`, and ``counters``.
+    """Return bytes by use; keys as in :meth:`everybit.Policy.bytes_table`, ``counters``, and ``changed`` with ``watch``.
 
     Gradients that are not there at the moment are counted as they will be. The vectors into which a step gathers short parameters are not
     counted.
@@ -36,6 +38,8 @@ def bytes_table(parameters: Parameters) -> dict[str, int]:
         table["parameter"] += here.nbytes
         size = DTYPES[member.visitor.shadow().stored.grads_main].itemsize
         table["gradient"] += here.numel() * size if grad is None else local(grad).nbytes
+        if member.visitor.watched is not None:
+            table["changed"] = table.get("changed", 0) + member.visitor.watched.mask.nbytes
         if member.visitor.segment is not None:
             _add_state(table, member.visitor.segment)
     if not table["compensation"]:

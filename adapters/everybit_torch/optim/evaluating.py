@@ -57,6 +57,8 @@ def begin(front: Front) -> None:
         for group, found in zip(front.own_groups, values, strict=True)
         for p, value in zip(group["params"], found, strict=True)
     }
+    if front.own.watch is not None:
+        front.own.watch.look(_trained(front))
     for parameter in _trained(front):
         front.state[parameter][TRAINED] = parameter.detach().clone()
         parameter.copy_(given[id(parameter)])
@@ -69,6 +71,8 @@ def end(front: Front) -> None:
         if TRAINED in front.state[parameter]:
             parameter.copy_(front.state[parameter][TRAINED])
             del front.state[parameter][TRAINED]
+    if front.own.watch is not None:
+        front.own.watch.note(_trained(front))
 
 
 def is_saved_in(loaded: Loaded, parameters: Sequence[Tensor]) -> bool:

@@ -251,7 +251,12 @@ class GradientRelease:
                 for grad in grads:
                     grad.mul_((self._max_norm / (self._norm.to(grad.device) + 1e-6)).clamp(max=1.0).to(grad.dtype))
         task = Task(one, grads, one.steps.due(one.of.segment))
+        watch = self._optimizer.own.watch
+        if watch is not None:
+            watch.look(one.of.parameters)
         measured = step_one(task, task.gather(), metrics=self._optimizer.metrics_enabled)
+        if watch is not None:
+            watch.note(one.of.parameters)
         if measured is not None and is_counted(one, self._mesh):
             self._metrics.append(measured)
         for parameter in one.of.parameters:

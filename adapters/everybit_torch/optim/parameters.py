@@ -20,6 +20,7 @@ from everybit_torch.optim.states import States
 from everybit_torch.optim.visiting import Visited, Visiting, entries_of
 from everybit_torch.optim.visits import Visitor
 from everybit_torch.optim.visits import entries_of as state_of
+from everybit_torch.optim.watching import Watch
 from everybit_torch.placements import RowShards, axis_of, first_element, is_primary_copy, like, mesh_of
 from everybit_torch.segments import (
     Bucket,
@@ -29,6 +30,7 @@ from everybit_torch.segments import (
     Single,
     Sources,
     Steps,
+    Watched,
     most_short,
     neighbours,
     upper_words,
@@ -139,6 +141,7 @@ class Parameters:
         ranks: The processes with the other elements of plain tensors, and whether this process contributes its own; None: it has all.
         memory: The memory of plain tensors that lie one after the other with their gradients.
         parts: Plain tensors that are a part of a parameter, with other elements elsewhere.
+        watch: What is known of changes of weights; None: they are not watched.
     """
 
     def __init__(self, states: States) -> None:
@@ -151,6 +154,7 @@ class Parameters:
         self.sources = Sources()
         self.ranks: tuple[eb.Axis, bool] | None = None
         self.parts: set[Tensor] = set()
+        self.watch: Watch | None = None
         self.memory: Mapping[Tensor, Memory] = {}
         self._settled: list[Settled] = []
         self._counted: dict[torch.dtype, int] = {}
@@ -206,6 +210,11 @@ class Parameters:
         given = [values["params"] for values in param_groups]
         if all(group.is_current(params, wanted) for group, params in zip(self._settled, given, strict=True)):
             return None
+        if self.watch is not None and (tied := tied_by_memory(parameters_of(param_groups))):
+            raise ValueError(
+                f"watch: {len(tied)} parameters share memory with others, so that a step of one changes another unseen; accepted are"
+                " parameters with memory of their own. Let tied weights be one Parameter."
+            )
         present = [group.optimizers for group in self.groups] if optimizers is None else optimizers
         return planned(self._settled, self._counted, self._firsts, param_groups, wanted, present)
 
@@ -274,6 +283,8 @@ class Parameters:
             of = Single.new(optimizer, parameters[0], firsts[0], parameters[0] in self.parts)
         else:
             of = Bucket(optimizer, parameters, firsts, parameters[0] in self.parts)
+        if self.watch is not None:
+            of.segment.watched = Watched.of(of.segment.tensor, self.watch.dtype)
         stepped = Stepped(group, decision, [one.name for one in new], of)
         stepped.steps.elements += of.numel
         self.stepped.append(stepped)
@@ -283,7 +294,9 @@ class Parameters:
         members = []
         for one in new:
             group = self.groups[one.group]
-            visitor = Visitor(one.parameter, group.decided(one.parameter.dtype, one.decision), one.first)
+            watched = None if self.watch is None else Watched.of(local(one.parameter), self.watch.dtype)
+            optimizer = group.decided(one.parameter.dtype, one.decision)
+            visitor = Visitor(one.parameter, optimizer, one.first, watched=watched)
             members.append(Visited(group, one.decision, one.name, visitor))
             group.steps[one.parameter.dtype].elements += local(one.parameter).numel()
         self.visiting.append(Visiting(members, rows))
@@ -430,6 +443,11 @@ class Parameters:
             compiles = own[0].steps.compiles(own[0].of.segment.tensor.device)
             parts.append("compiled" if compiles else "uncompiled")
         return ", ".join(parts)
+
+    def note_loading(self) -> None:
+        """Let all weights count as changed: they, or their state, are replaced."""
+        if self.watch is not None:
+            self.watch.forget()
 
     # -- where they lie ------------------------------------------------------------------------------------------------------------
 

@@ -199,6 +199,9 @@ def step(
     """
     measured: Metrics | None = None
     mesh = measured_mesh(parameters) if metrics else None
+    watch, written = parameters.watch, _written(tasks, visits) if parameters.watch is not None else []
+    if watch is not None:
+        watch.look(written)
     looked_up = [] if metrics or torch.compiler.is_compiling() else tasks
     ready = {task: one for task in looked_up if (one := _ready(task)) is not None}
     for task in tasks:
@@ -221,7 +224,15 @@ def step(
         found = visit.visiting.step(visit.grads, totals, metrics=metrics)
         if found is not None:
             measured = found if measured is None else added(measured, found)
+    if watch is not None:
+        watch.note(written)
     return measured
+
+
+def _written(tasks: Sequence[Task], visits: Sequence[Visit]) -> list[Tensor]:
+    """The parameters that a step writes to."""
+    visited = [member.parameter for visit in visits for member in visit.visiting.members]
+    return [parameter for task in tasks for parameter in task.stepped.of.parameters] + visited
 
 
 class _Ready(NamedTuple):

@@ -31,7 +31,8 @@ from everybit_torch.optim.state_dicts import assigned, full_weights, loading, sa
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import Saved, read
 from everybit_torch.optim.states import ParameterState, States, state_replaced
-from everybit_torch.segments import Compile, require_compile
+from everybit_torch.optim.watching import Changed, Region, Watch, changed, require_watched
+from everybit_torch.segments import Compile, WatchedDType, require_compile
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import is_dtensor
 from everybit_torch.torch_internals.light_optimizer import LightOptimizer
@@ -57,6 +58,8 @@ class TorchOptimizer(LightOptimizer):
         average: The decay rate of a moving average of the weights (EMA), such as 0.999; None: no average. It is state, in the format that
             the policy has for it (``Policy.state``), and ``evaluation_weights(optimizer)`` gives it to the model. A factory with an
             argument of this name is given the value instead.
+        watch: Note which weights steps change, as they are seen in this dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. It takes a
+            byte for each element, and :meth:`take_changed` names them. None: nothing is noted.
         hyperparameters: Defaults for the param groups.
 
     Raises:
@@ -89,9 +92,11 @@ class TorchOptimizer(LightOptimizer):
         seed: int = 0,
         unsafe: Unsafe = "refuse",
         average: float | Tensor | None = None,
+        watch: WatchedDType | None = None,
         **hyperparameters: Any,
     ) -> None:
         require_compile(compile)
+        watch = require_watched(watch)
         kind = type(self).__name__
         if not isinstance(factory, GroupMaker):
             require_factory(factory)
@@ -102,6 +107,7 @@ class TorchOptimizer(LightOptimizer):
         self._compile: Compile = compile
         self.metrics_enabled, self.had_gradients = metrics, False
         self.own = Parameters(States(torch_names=self._slots))
+        self.own.watch = None if watch is None else Watch(watch, sees_writes=not self.of_stepper)
         self._measured: Metrics | None = None
         self._seen = Seen()
         self.release: Release | None = None  # set by enable_gradient_release
@@ -337,6 +343,54 @@ class TorchOptimizer(LightOptimizer):
         if self._measured is None:
             raise RuntimeError("metrics: no step was measured yet; pass metrics=True, or set metrics_enabled = True.")
         return self._measured
+
+    # -- changes --------------------------------------------------------------------------------------------------------------
+
+    def take_changed(self) -> Changed:
+        """Return the weights that have changed since they were taken last, as they are seen in the dtype of ``watch``.
+
+        A program that keeps a copy of the weights elsewhere, such as an inference engine, sends these. The first call names all weights,
+        and so does the first after a load, an import or a write by other code; ``whole`` names such parameters. A write that autograd does
+        not count (``parameter.data.copy_(...)``) is not seen; call :meth:`forget_changes` after it.
+
+        Returns:
+            An iterable of (name, indices, values), which takes each parameter as it is reached; see
+            :class:`~everybit_torch.optim.watching.Changed`. On shards each rank names its own elements, by their indices in the whole.
+
+        Raises:
+            RuntimeError: The optimizer was made without ``watch``; or the model has its weights for evaluation.
+
+        Examples:
+            >>> import torch
+            >>> from everybit_torch import AdamW
+            >>> model = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+            >>> optimizer = AdamW(model.named_parameters(), policy="LEAN_BF16", watch="bfloat16")
+            >>> [(name, indices.tolist()) for name, indices, values in optimizer.take_changed()]
+            [('weight', [0, 1, 2, 3])]
+            >>> [(name, indices.tolist()) for name, indices, values in optimizer.take_changed()]
+            [('weight', [])]
+        """
+        self._require_watched("take_changed")
+        self.require_trained("take_changed")
+        return changed(self.own, self.own_groups, self._region_of)
+
+    def forget_changes(self) -> None:
+        """Let the next :meth:`take_changed` name all weights, as after a load.
+
+        Raises:
+            RuntimeError: The optimizer was made without ``watch``.
+        """
+        self._require_watched("forget_changes")
+        self.own.note_loading()
+
+    def _require_watched(self, name: str) -> None:
+        if self.own.watch is None:
+            raise RuntimeError(
+                f"{name}: changes are not noted; accepted is an optimizer that was made with watch='bfloat16'."
+            )
+
+    def _region_of(self, name: str, parameter: Tensor) -> Region:  # noqa: ARG002  # steppers find it by the name
+        return Region.of(parameter)
 
     @in_plain_mode
     def bytes_table(self) -> dict[str, int]:

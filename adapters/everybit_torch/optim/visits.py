@@ -22,7 +22,7 @@ import everybit as eb
 from everybit.combinators import step_cost
 from everybit_torch.collectives import AllToAll, Communicator
 from everybit_torch.placements import row_edges
-from everybit_torch.segments import Segment
+from everybit_torch.segments import Segment, Watched
 from everybit_torch.torch_internals.dtensors import local
 
 ROUND = 1 << 24
@@ -39,6 +39,7 @@ class Visitor:
         first: Global index of its first element.
         owner: The replica and the rank of the owner.
         segment: The whole parameter at its owner, between steps without its weights; None at other ranks.
+        watched: Where steps note which weights of this rank's rows they change; None: nowhere.
     """
 
     parameter: Tensor
@@ -46,6 +47,7 @@ class Visitor:
     first: int
     owner: tuple[int, int] = (0, 0)
     segment: Segment | None = None
+    watched: Watched | None = None
     _shadow: Segment | None = None
 
     def shadow(self) -> Segment:
@@ -266,7 +268,10 @@ class Visits:
         for one in here:
             one.leave()
         for one, rows in back.received_back():
-            local(one.parameter).detach().copy_(rows)
+            held = local(one.parameter).detach()
+            if one.watched is not None:
+                one.watched.note(held, rows)
+            held.copy_(rows)
 
     def _kinds(self, of: Of) -> list[_Sent]:
         """The tensors that are computed of the parameters, the same on every rank."""

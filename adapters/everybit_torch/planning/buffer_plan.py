@@ -99,6 +99,8 @@ def plan_buffers(
         persistent["parameters"] += one.buffer.numel * one.dtype.itemsize
         persistent["gradients"] += (one.share if kind.grads else one.buffer.numel) * one.grads.main.itemsize
         persistent.update(one.persistent())
+        if run.watched:
+            persistent["changed"] += sum(math.prod(shape) for shape, _ in one.stepped())
         weights[short(one.resolved.params)] += sum(place.numel for place in one.buffer.places)
     if run.compile:
         for label in {id(one.label): one.label for one in parts}.values():

@@ -36,6 +36,7 @@ class PlannedRun:
         metrics: Whether steps are measured.
         compile: Whether they are compiled.
         device: On which they are.
+        watched: Whether changes of weights are noted.
     """
 
     kind: Sharding
@@ -44,6 +45,7 @@ class PlannedRun:
     metrics: bool
     compile: bool
     device: torch.device
+    watched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Plan:
         parameters: Elements of the whole model.
         padding: Elements of all buffers that belong to no parameter.
         persistent: Bytes between steps, by use: ``parameters``, ``compensation`` or ``main parameters``, ``gradients``, each slot
-            (``momentum``, ``variance``), ``counters``, ``bookkeeping``.
+            (``momentum``, ``variance``), ``changed`` with ``watch``, ``counters``, ``bookkeeping``.
         transient: The largest temporaries on top of the persistent bytes, by phase: in ``forward`` the weights that FSDP2 gathers; in
             ``backward`` gradients under way, of all buffers at once; in ``step`` the temporaries of one piece. Under
             ``optim_grads_params`` FSDP2 allocates most of them, and they are estimates.

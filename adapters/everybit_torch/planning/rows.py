@@ -59,6 +59,8 @@ def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], label
         gradients[unit] += padded
         whole = torch.empty(shape, dtype=p.dtype, device="meta")
         persistent.update(kept_by(_state(eb.Optimizer(one.transform, one.policy), whole, kind, ranks), resolved))
+        if run.watched:
+            persistent["changed"] += _rows(shape[0], kind, ranks) * row
         largest = max(largest, _rows(shape[0], kind, ranks) * row)
     for unit, numel in gradients.items():
         persistent["gradients"] += ranks.outer * -(-numel // ranks.outer) * grads[unit].main.itemsize

@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import Blocks, FirstElement, Scattered
+from everybit.base import Blocks, FirstElement, Scattered, rounding
 from everybit.formats import PartSpec
 from everybit.policies import Resolved
 from everybit.protocol import Due, advance, require_done
@@ -78,6 +78,40 @@ class HostCount:
         return HostCount, ()
 
 
+WatchedDType = Literal["float32", "bfloat16", "float16"]
+"""A dtype in which changes of weights are looked for."""
+
+
+class Watched(NamedTuple):
+    """Which elements changed.
+
+    Attributes:
+        mask: -1 where the weight has had other bits since the mask was cleared, else 0: int8, of the shape of the weights.
+        dtype: The dtype in which weights are compared.
+    """
+
+    mask: Tensor
+    dtype: WatchedDType
+
+    @classmethod
+    def of(cls, weights: Tensor, dtype: WatchedDType) -> Watched:
+        """Return a mask of zeros for these weights."""
+        return cls(torch.zeros(weights.shape, dtype=torch.int8, device=weights.device), dtype)
+
+    def note(self, old: Tensor, new: Tensor) -> None:
+        """Add the elements in which weights differ."""
+        changed = rounding.seen_bits(old, self.dtype) != rounding.seen_bits(new, self.dtype)
+        if torch.compiler.is_compiling():
+            # In int32, as the rest of the step: a vector of the loop has as many elements of everything.
+            self.mask.copy_((self.mask.to(torch.int32) | -changed.to(torch.int32)).to(torch.int8))
+        else:
+            self.mask.bitwise_or_(changed.to(torch.int8).neg_())
+
+    def cut(self, where: slice) -> Watched:
+        """Return that of some elements of a vector, as a view."""
+        return Watched(self.mask[where], self.dtype)
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Segment:
     """A tensor that is stepped at once.
@@ -90,6 +124,7 @@ class Segment:
         state: The optimizer's state for them, which a step changes in place.
         first: Global index of the first element, which the others follow; or the indices of a vector with elements from several places.
         is_part: Whether these are elements of a parameter of which others are elsewhere, and the transform requests numbers of each.
+        watched: Where steps note which weights they change; None: nowhere.
 
     Attributes:
         stored: The formats of the weights and of the state.
@@ -103,6 +138,7 @@ class Segment:
     state: OptimizerState[Any]
     first: int | Blocks | Scattered = 0
     is_part: bool = False
+    watched: Watched | None = None
     stored: Resolved = field(init=False)
     is_whole: bool = field(init=False)
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
@@ -157,7 +193,8 @@ class Segment:
         """
         state = cut(self.layout, self.state, start, stop, on_shared)
         first = self.first + start if isinstance(self.first, int) else self.first.cut(start, stop)
-        part = Segment(self.optimizer, self.tensor[start:stop], state, first, self.is_part)
+        watched = None if self.watched is None else self.watched.cut(slice(start, stop))
+        part = Segment(self.optimizer, self.tensor[start:stop], state, first, self.is_part, watched)
         part._layout = part.state, self.layout
         part.count.note(part.state.step, self.count.known(self.state.step))
         return part
@@ -239,9 +276,10 @@ class Segment:
         measured, part, before = None, self, self.count.known(self.state.step)
         for where, part in self.pieces(piece_size(self.tensor.device)):
             own = grad if part is self else grad[where]
+            mask, watch = part.watched or (None, None)
             found = step_in_place(
-                self.optimizer, [part.tensor], [own], part.state, part.first,
-                totals=totals, holds_wholes=not part.is_part, due=due, metrics=metrics, layout=self.layout,
+                self.optimizer, [part.tensor], [own], part.state if mask is None else (part.state, mask), part.first,
+                totals=totals, holds_wholes=not part.is_part, due=due, metrics=metrics, layout=self.layout, watch=watch,
             )  # fmt: skip
             measured = found if measured is None or found is None else measured + found
         if part is not self:
@@ -259,7 +297,7 @@ def step_in_place(
     optimizer: eb.Optimizer[Any],
     tensors: list[Tensor],
     grads: list[Tensor],
-    state: OptimizerState[Any],
+    state: OptimizerState[Any] | tuple[OptimizerState[Any], Tensor],
     first: FirstElement,
     *,
     totals: Sequence[Tensor] = (),
@@ -267,14 +305,23 @@ def step_in_place(
     due: Due = (),
     metrics: bool = False,
     layout: Layout | None = None,
+    watch: WatchedDType | None = None,
 ) -> Metrics | None:
-    """Take the pure step, and write its results over its arguments. Compiled, the writes become in-place stores."""
+    """Take the pure step, and write its results over its arguments. Compiled, the writes become in-place stores.
+
+    With ``watch`` the state comes with a mask, to which the elements are added that the step changes; see :class:`Watched`.
+    """
+    mask: Tensor | None = None
+    if isinstance(state, tuple):
+        state, mask = state
     ctx = eb.Context(first_element=first, due=due, pending=len(totals) > 0)
     found: Any = optimizer.step_traced(tensors, grads, state, ctx, layout=layout)
     if not isinstance(found, StepTrace):
         found = require_done(advance(found, totals, holds_wholes=holds_wholes), optimizer.transform)
     trace: StepTrace = found
     measured = measure(optimizer, trace, ctx) if metrics else None
+    if mask is not None and watch is not None:
+        Watched(mask, watch).note(tensors[0], trace.params[0])
     write((tensors, state), (trace.params, trace.state))
     return measured
 

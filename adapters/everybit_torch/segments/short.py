@@ -13,7 +13,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import Entry, cut
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.segment import Segment, Watched
 from everybit_torch.segments.single import Places, Single, dtype_of, shares_numbers
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 from everybit_torch.torch_internals.tensors import foreach_copy
@@ -198,7 +198,13 @@ class Bucket:
         """
         parameter, where, whole = self.parameters[number], self._ranges[number], self.segment
         state = cut(whole.layout, whole.state, where.start, where.stop, on_shared)
-        return Segment(whole.optimizer, local(parameter).detach().reshape(-1), state, self._firsts[number])
+        watched, weights = self.watched(number), local(parameter).detach().reshape(-1)
+        return Segment(whole.optimizer, weights, state, self._firsts[number], watched=watched)
+
+    def watched(self, number: int) -> Watched | None:
+        """Return where steps note which weights of a parameter they change; None: nowhere."""
+        watched = self.segment.watched
+        return None if watched is None else watched.cut(self._ranges[number])
 
     def weights(self) -> Tensor:
         """Return the present weights as a vector, wherever they lie."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.stepping.entries import Entry
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.segment import Segment, Watched
 from everybit_torch.torch_internals.dtensors import is_cut, is_dtensor, local
 
 
@@ -74,6 +74,10 @@ class Single:
     def own(self, number: int) -> Segment:  # noqa: ARG002  # there is one
         """Return the parameter's segment."""
         return self.segment
+
+    def watched(self, number: int) -> Watched | None:  # noqa: ARG002  # there is one
+        """Return where steps note which weights of the parameter they change; None: nowhere."""
+        return self.segment.watched
 
     def weights(self) -> Tensor:
         """Return the present weights in the shape of the segment's tensor, wherever they lie."""

@@ -166,7 +166,7 @@ class Steps:
         if again is not None:
             again(grad)
         else:
-            inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics),), returns=metrics)
+            inputs = self._step_inputs(segment, grad, totals, decision, due, metrics=metrics)
             measured = self._found(segment, inputs, grad, uncompiled)
         segment.note_step(before)
         return measured
@@ -204,9 +204,7 @@ class Steps:
         if segment.tensor.ndim != 1 or not self.compiles(segment.tensor.device):
             return None  # code for other tensors goes through Dynamo
         vector = grad if grad.ndim == 1 else grad.view(-1)
-        return self._learned(
-            segment, self._inputs(segment, vector, (), decision, due, (("metrics", False),), returns=False)
-        )
+        return self._learned(segment, self._step_inputs(segment, vector, (), decision, due, metrics=False))
 
     def _kernels(self, segment: Segment, grad: Tensor, decision: Decision | None, due: Due) -> KernelCalls | None:
         """The kernels that stepped a segment last, if only its gradient is another."""
@@ -244,6 +242,25 @@ class Steps:
     def _can_compile(self, segment: Segment) -> bool:
         device = segment.tensor.device
         return segment.tensor.numel() > 0 and self.compiles(device) and can_compile(device)
+
+    def _step_inputs(
+        self,
+        segment: Segment,
+        grad: Tensor,
+        totals: Sequence[Tensor],
+        decision: Decision | None,
+        due: Due,
+        *,
+        metrics: bool,
+    ) -> Inputs:
+        """The arguments of a compiled step."""
+        watched = segment.watched
+        choices: tuple[tuple[str, Any], ...] = () if watched is None else (("watch", watched.dtype),)
+        inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics), *choices), returns=metrics)
+        if watched is not None:
+            mask = watched.mask
+            inputs.state = inputs.state, mask if inputs.tensors[0] is segment.tensor else _vector(mask)
+        return inputs
 
     def _inputs(
         self,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from everybit.combinators import needs_whole_tensors
 from everybit.stepping import Unsafe, with_policy
 from everybit_torch.collectives import Mesh
-from everybit_torch.optim import require_float64
+from everybit_torch.optim import require_float64, require_watched
+from everybit_torch.segments import WatchedDType
 from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels
 from everybit_torch.sharded.models import Ignored, UnitModules, require_free
 from everybit_torch.sharded.reports import NanCheck
@@ -35,6 +36,7 @@ class StepperKeywords(TypedDict, total=False):
     compile: bool
     seed: int
     unsafe: Unsafe
+    watch: WatchedDType | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,9 @@ class StepperOptions(PlainOptions):
         ignored: Parameters, modules with all their parameters, and names of either, that are not managed: not sharded, stepped or
             synchronized; their gradients stay in ``.grad``. State dicts and checkpoints include them.
 
-    ``strategy``, ``outer``, ``divisor``, ``nan``, ``compile``, ``seed`` and ``unsafe`` are described with :class:`PlainOptions`, which
-    :class:`everybit_torch.config.StepperConfig` shares. A ``strategy`` may be the number of a ZeRO stage, 0 to 3.
+    ``strategy``, ``outer``, ``divisor``, ``nan``, ``compile``, ``seed``, ``unsafe`` and ``watch`` are described with
+    :class:`PlainOptions`, which :class:`everybit_torch.config.StepperConfig` shares. A ``strategy`` may be the number of a ZeRO stage:
+    0 to 3.
 
     Raises:
         ValueError: A strategy that does not exist, or an outer strategy that does not go with it.
@@ -73,6 +76,7 @@ class StepperOptions(PlainOptions):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", sharding(self.strategy, self.outer).strategy)
+        object.__setattr__(self, "watch", require_watched(self.watch))
         if isinstance(self.ignored, Iterator):  # model.adapter.parameters(), say, and options are used several times
             object.__setattr__(self, "ignored", tuple(self.ignored))
 

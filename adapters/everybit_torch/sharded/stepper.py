@@ -14,6 +14,7 @@ from everybit_torch import clip_notice, notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.background import PendingSave, StagingMemory
 from everybit_torch.collectives import Communicator, ranks_of
+from everybit_torch.optim import Changed
 from everybit_torch.planning.report import Plan
 from everybit_torch.routed import Routed
 from everybit_torch.sharded.labelling import LabelledTransform, Transforms
@@ -203,6 +204,19 @@ class FlatStepper:
         ``metrics_enabled = True`` it measures every step, and ``metrics()`` returns the results.
         """
         return self.engine.as_optimizer()
+
+    def take_changed(self) -> Changed:
+        """Return the weights that have changed since they were taken last; see :meth:`everybit_torch.TorchOptimizer.take_changed`.
+
+        Each rank names the elements that it steps, by their indices in the whole parameter: all ranks together name every change. Ranks
+        that hold copies of one another name the same elements.
+
+        Raises:
+            RuntimeError: The stepper was made without ``watch``; the model has its weights for evaluation; or weights and state do not
+                belong together.
+        """
+        self.engine.completeness.require("take_changed")
+        return self.as_optimizer().take_changed()
 
     @property
     def labelled(self) -> Mapping[str, LabelledTransform]:

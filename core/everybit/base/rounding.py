@@ -137,6 +137,19 @@ def widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize == 2 else x
 
 
+def seen_bits(x: Tensor, dtype: FloatDType) -> Tensor:
+    """The bits of the values as they are in another dtype, rounded to nearest once: integers, which are equal where those bits are.
+
+    A value of 16 bits is seen in float32 exactly. Of NaN some bits are returned, always the same for the same number in ``x``.
+    """
+    if x.dtype is DTYPES[dtype]:
+        if x.dtype.itemsize == 2:  # compiled code has the wide number at hand, and eager code the narrow one
+            return widen(x).view(torch.int32) if torch.compiler.is_compiling() else x.view(torch.int16)
+        return x.view(torch.int32 if dtype == "float32" else torch.int64)
+    wide = x.float()
+    return (nearest(wide, dtype) if dtype in ("bfloat16", "float16") else wide).view(torch.int32)
+
+
 def on_host(number: Tensor) -> Tensor | int | float:
     """A number's value if the host has it at once, and no transform of torch's hides it."""
     if torch.compiler.is_compiling() or not number.is_cpu:

@@ -93,6 +93,7 @@ Given = Mapping[int, Mapping[str, Tensor]]
 
 def load_all(parameters: Parameters, given: Given) -> None:
     """Write entries of state, as stored. Parameters without any are as before their first step."""
+    parameters.note_loading()
     parameters.come_apart_by_shared(given)
     for own in parameters.own():
         values = given.get(id(own.parameter))
@@ -110,6 +111,7 @@ def encode_all(parameters: Parameters, given: Given) -> dict[str, RoundingLoss]:
     Returns:
         The loss by rounding, by name.
     """
+    parameters.note_loading()
     parameters.come_apart_by_shared(given)
     total: dict[str, RoundingLoss] = {}
 
@@ -155,6 +157,7 @@ def export_all(parameters: Parameters, of: Export = eb.Optimizer.export_fp32) ->
 
 def store_all(parameters: Parameters, given: Mapping[int, Tensor]) -> None:
     """Store full-precision weights, by id of the parameter; state stays as it is, but for residuals."""
+    parameters.note_loading()
 
     def store(segment: Segment, weights: Tensor) -> Tensor:
         here = weights.to(segment.tensor.device).reshape(segment.tensor.shape)

@@ -1,5 +1,6 @@
 """``torch.optim.Optimizer`` over everybit's transforms: param groups, state dicts, and steps of parameters where they lie."""
 
+from everybit_torch.optim.changes import Changed, Region
 from everybit_torch.optim.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optim.groups import Group, GroupMaker
 from everybit_torch.optim.interfaces import TorchNames
@@ -17,7 +18,7 @@ from everybit_torch.optim.state_dicts.full_weights import FLOATS
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
 from everybit_torch.optim.state_dicts.state_schema import as_count, require_tensor
 from everybit_torch.optim.torch_optimizer import TorchOptimizer
-from everybit_torch.optim.watching import Changed, Region, require_watched
+from everybit_torch.optim.watching import require_watched
 
 __all__ = [
     "FLOATS",

@@ -141,7 +141,7 @@ class Parameters:
         ranks: The processes with the other elements of plain tensors, and whether this process contributes its own; None: it has all.
         memory: The memory of plain tensors that lie one after the other with their gradients.
         parts: Plain tensors that are a part of a parameter, with other elements elsewhere.
-        watch: What is known of changes of weights; None: they are not watched.
+        watch: The parameters of which changes are in masks; None: changes are not noted.
     """
 
     def __init__(self, states: States) -> None:

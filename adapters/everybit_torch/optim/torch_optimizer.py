@@ -21,6 +21,7 @@ from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
 from everybit_torch.optim import common_numbers, evaluating, following, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
+from everybit_torch.optim.changes import Changed, Region, changed
 from everybit_torch.optim.groups import GroupMaker
 from everybit_torch.optim.interfaces import Release, TorchNames
 from everybit_torch.optim.param_groups import Params
@@ -31,7 +32,7 @@ from everybit_torch.optim.state_dicts import assigned, full_weights, loading, sa
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import Saved, read
 from everybit_torch.optim.states import ParameterState, States, state_replaced
-from everybit_torch.optim.watching import Changed, Region, Watch, changed, require_watched
+from everybit_torch.optim.watching import Watch, require_watched
 from everybit_torch.segments import Compile, WatchedDType, require_compile
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import is_dtensor
@@ -59,7 +60,7 @@ class TorchOptimizer(LightOptimizer):
             the policy has for it (``Policy.state``), and ``evaluation_weights(optimizer)`` gives it to the model. A factory with an
             argument of this name is given the value instead.
         watch: Note which weights steps change, as they are seen in this dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. It takes a
-            byte for each element, and :meth:`take_changed` names them. None: nothing is noted.
+            byte for each element, and :meth:`take_changed` names them. None: changes are not noted.
         hyperparameters: Defaults for the param groups.
 
     Raises:
@@ -355,7 +356,7 @@ class TorchOptimizer(LightOptimizer):
 
         Returns:
             An iterable of (name, indices, values), which takes each parameter as it is reached; see
-            :class:`~everybit_torch.optim.watching.Changed`. On shards each rank names its own elements, by their indices in the whole.
+            :class:`~everybit_torch.optim.changes.Changed`. On shards each rank names its own elements, by their indices in the whole.
 
         Raises:
             RuntimeError: The optimizer was made without ``watch``; or the model has its weights for evaluation.

@@ -1,36 +1,28 @@
-"""Which weights changed, as they are seen in a dtype: noted by the steps themselves, and taken where new weights are sent.
+"""Changes of weights, as they are seen in a dtype: which parameters have all of theirs in a mask.
 
-A step knows both values of a weight, and adds the elements that it changes to a mask. What other code writes to a parameter is found by
-the tensor's version and address, and the whole parameter then counts as changed. So a change is never missed. A weight that changed and
-came back between two calls is named, too.
+A step knows the old and the new value of each weight, and adds the elements that it changes to a mask. Writes of other code are found by
+the tensor's version and address, and the whole parameter then counts as changed. So no change is missed. A weight that changed and came
+back counts as changed, too.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from collections.abc import Iterable
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from everybit.base import DTYPES, require_member, spelled
+from everybit.base import require_member, spelled
 from everybit_torch.segments import WatchedDType
-from everybit_torch.torch_internals.dtensors import is_dtensor, local, offset_of_local_part
+from everybit_torch.torch_internals.dtensors import local
 from everybit_torch.torch_internals.tensors import version
-
-if TYPE_CHECKING:
-    from everybit_torch.optim.parameters import Parameters
-
-Change = tuple[str, Tensor, Tensor]
-"""A parameter's name, the flat indices of the elements that changed, and their values."""
 
 WATCHED: tuple[WatchedDType, ...] = get_args(WatchedDType)
 
 
 class Watch:
-    """What an optimizer knows of the changes of its parameters.
+    """The parameters of an optimizer of which all changes are in masks.
 
     Args:
         dtype: The dtype in which weights are compared.
@@ -51,7 +43,7 @@ class Watch:
                 self._known.pop(parameter, None)
 
     def note(self, parameters: Iterable[Tensor]) -> None:
-        """Note that the last write to each parameter was a step's, or one that changed nothing."""
+        """Note that the last write to each parameter was that of a step, or left all bits as they were."""
         for parameter in () if torch.compiler.is_compiling() else parameters:
             if parameter in self._known:
                 self.begin(parameter)
@@ -71,117 +63,6 @@ class Watch:
     def _place(self, parameter: Tensor) -> tuple[int, int]:
         here = local(parameter)
         return (version(here), here.data_ptr()) if self._sees_writes else (0, 0)
-
-
-class Region(NamedTuple):
-    """Where this rank's elements of a parameter lie in the whole.
-
-    Attributes:
-        shape: The shape of the part.
-        offsets: Its first corner, by dimension.
-        whole: The shape of the whole.
-    """
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    whole: tuple[int, ...]
-
-    @classmethod
-    def of(cls, parameter: Tensor) -> Region:
-        """Return that of a whole tensor, or of a DTensor."""
-        offsets = offset_of_local_part(parameter) if is_dtensor(parameter) else (0,) * parameter.ndim
-        return cls(tuple(local(parameter).shape), offsets, tuple(parameter.shape))
-
-    def in_whole(self, indices: Tensor) -> Tensor:
-        """Return flat indices in the whole, of flat indices in the part: int32 where that holds all of them, else int64."""
-        if self.shape[1:] == self.whole[1:]:
-            found = indices + self.offsets[0] * math.prod(self.whole[1:]) if self.shape else indices
-        else:
-            found = torch.zeros_like(indices)
-            for dimension in reversed(range(len(self.shape))):
-                place = indices % self.shape[dimension] + self.offsets[dimension]
-                found += place * math.prod(self.whole[dimension + 1 :])
-                indices = indices // self.shape[dimension]
-        return found.to(torch.int32 if math.prod(self.whole) <= 1 << 31 else torch.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A parameter of which changes are taken.
-
-    Attributes:
-        name: Its name.
-        parameter: The parameter.
-        region: Where its elements lie in the whole.
-        mask: The mask of its elements; None: it has no state yet.
-    """
-
-    name: str
-    parameter: Tensor
-    region: Region
-    mask: Tensor | None
-
-
-class Changed:
-    """The changes of all parameters since they were taken last. Iterating takes them, once: each parameter as it is reached.
-
-    Yields:
-        For each parameter, in the order of the param groups, its name, the flat indices in the whole parameter of the elements that changed
-        (1-d, in ascending order: int32, or int64 for parameters of more than 2**31 elements), and their values (1-d, in the watched dtype).
-        Both lie on the parameter's device. A parameter without changes has empty tensors, so that all ranks have the same names.
-
-    Attributes:
-        whole: The names of the parameters of which everything is named: at the first call, after a load, an import, or a write by other
-            code.
-    """
-
-    def __init__(self, watch: Watch, rows: Sequence[_Row]) -> None:
-        self._watch, self._rows = watch, list(rows)
-        self.whole = tuple(one.name for one in rows if not watch.knows(one.parameter))
-
-    def __iter__(self) -> Iterator[Change]:
-        rows, self._rows = self._rows, []
-        for one in rows:
-            yield one.name, *self._take(one)
-
-    @torch.no_grad()
-    def _take(self, one: _Row) -> tuple[Tensor, Tensor]:
-        weights = local(one.parameter).detach().reshape(-1)
-        if not self._watch.knows(one.parameter):
-            found = torch.arange(weights.numel(), device=weights.device)
-        elif one.mask is None:
-            found = torch.arange(0, device=weights.device)
-        else:
-            found = one.mask.reshape(-1).nonzero().view(-1)
-        if one.mask is not None:
-            one.mask.zero_()
-        self._watch.begin(one.parameter)
-        return one.region.in_whole(found), weights[found].to(DTYPES[self._watch.dtype])
-
-
-def changed(
-    own: Parameters, param_groups: Sequence[dict[str, Any]], region_of: Callable[[str, Tensor], Region]
-) -> Changed:
-    """Return the changes of an optimizer's parameters.
-
-    Args:
-        own: The parameters; they are watched.
-        param_groups: The param groups, which have their names.
-        region_of: Where this rank's elements of a parameter lie.
-    """
-    assert own.watch is not None
-    masks = {id(one.parameter): one.stepped.of.watched(one.number) for one in own.own()}
-    masks |= {id(member.parameter): member.visitor.watched for member in own.visited()}
-    rows = []
-    for number, group in enumerate(param_groups):
-        names = group.get("param_names") or [
-            f"param group {number}, parameter {n}" for n in range(len(group["params"]))
-        ]
-        for name, parameter in zip(names, group["params"], strict=True):
-            watched = masks.get(id(parameter))
-            mask = None if watched is None else watched.mask
-            rows.append(_Row(name, parameter, region_of(name, parameter), mask))
-    return Changed(own.watch, rows)
 
 
 def require_watched(value: object) -> WatchedDType | None:

@@ -309,7 +309,7 @@ def step_in_place(
 ) -> Metrics | None:
     """Take the pure step, and write its results over its arguments. Compiled, the writes become in-place stores.
 
-    With ``watch`` the state comes with a mask, to which the elements are added that the step changes; see :class:`Watched`.
+    If ``watch`` is given, the state is a pair of it and a mask; the step adds the elements that it changes to the mask (:class:`Watched`).
     """
     mask: Tensor | None = None
     if isinstance(state, tuple):

@@ -8,15 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import everybit as eb
 from everybit.policies import PolicyName
 from everybit_torch import FlatStepper, TorchOptimizer, create, load_sharded, save_sharded
 from everybit_torch.sharded.strategies import Strategy
-from tests.support.exact_models import Cells, seeds
+from tests.support.exact_models import Cells, mesh_of, train, weights_of
 from tests.support.ranks import run
 from tests.support.receiver import Receiver, as_exported, changed
 from tests.support.small_models import Awkward
@@ -45,13 +44,6 @@ def sent(ranks: list[Found]) -> list[tuple[str, Tensor, Tensor]]:
     ]
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
-
-
 # -- FSDP2's parameters --------------------------------------------------------------------------------------------------------------
 
 
@@ -66,16 +58,18 @@ def give(model: nn.Module, seed: int) -> None:
 def on_rows(name: Literal["adamw", "muon", "soap"], policy: PolicyName, mesh: tuple[int, ...], dim: int) -> list[Any]:
     model = Awkward(torch.float32 if policy == "FP32" else torch.bfloat16)
     del model.scalar
-    names = ("outer", "inner")[-len(mesh) :]
-    cut = init_device_mesh("cpu", mesh, mesh_dim_names=names)
-    fully_shard(model, mesh=cut, shard_placement_fn=lambda p: Shard(dim if p.ndim > dim and p.numel() else 0))
+    cut = mesh_of(mesh)
+    ranks = mesh[-1]
+    fully_shard(
+        model, mesh=cut, shard_placement_fn=lambda p: Shard(dim if p.ndim > dim and p.shape[dim] % ranks == 0 else 0)
+    )
     optimizer = create(name, model, lr=1e-2, policy=policy, watch="bfloat16")
-    found = [(taken(optimizer), whole(model))]
+    found = [(taken(optimizer), weights_of(model))]
     for step in range(6):
         give(model, step)
         optimizer.step()
         if step != 3:
-            found.append((taken(optimizer), whole(model)))
+            found.append((taken(optimizer), weights_of(model)))
     return found
 
 
@@ -84,7 +78,7 @@ def on_rows(name: Literal["adamw", "muon", "soap"], policy: PolicyName, mesh: tu
     [
         ("adamw", "LEAN_BF16", (1,), 0),
         ("adamw", "FP32", (3,), 0),
-        ("adamw", "KAHAN_BF16", (2,), 1),
+        ("adamw", "EXACT_BF16", (2,), 1),
         ("adamw", "FLOOR_BF16", (2, 2), 0),
         ("muon", "LEAN_BF16", (3,), 0),
         ("soap", "FP32", (2,), 0),
@@ -113,12 +107,7 @@ def test_ranks_of_fsdp2_name_their_rows(name: str, policy: PolicyName, mesh: tup
 
 def of_stepper(strategy: Strategy, outer: bool, policy: PolicyName, folder: str) -> list[Any]:
     model = Cells(torch.float32 if policy == "FP32" else torch.bfloat16)
-    size = dist.get_world_size()
-    mesh = (
-        init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))
-        if outer
-        else init_device_mesh("cpu", (size,))
-    )
+    mesh = mesh_of((2, dist.get_world_size() // 2) if outer else (dist.get_world_size(),))
     options: dict[str, Any] = {"outer": "optim"} if outer and strategy == "optim_grads_params" else {}
     stepper = FlatStepper(
         model, eb.adamw(1e-2), policy=policy, strategy=strategy, mesh=mesh, units=[type(model.first)], watch="bfloat16",
@@ -128,14 +117,11 @@ def of_stepper(strategy: Strategy, outer: bool, policy: PolicyName, folder: str)
 
     def now() -> tuple[Found, dict[str, Tensor]]:
         found = taken(stepper)
-        return found, {name: x for name, x in whole(model).items() if name in trained}
+        return found, {name: x for name, x in weights_of(model).items() if name in trained}
 
     found = [now()]
     for step in range(5):
-        for seed, uses_some in seeds(step, dist.get_rank(), 2):
-            with stepper.microbatch(last=seed == [*seeds(step, dist.get_rank(), 2)][-1][0]):
-                model(seed, uses_some).backward()
-        stepper.step()
+        train(stepper, model, range(step, step + 1), 2)
         if step != 2:
             found.append(now())
         if step == 3:

@@ -41,11 +41,23 @@ def completed(*command: str, folder: Path | None = None) -> str:
     return done.stdout
 
 
+def require_installed(program: str) -> None:
+    if program not in {found.name.replace("_", "-") for found in distributions(path=[str(INSTALLED)])}:
+        pytest.skip(f"{program} is not installed in {INSTALLED}")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_program_takes_the_optimizer(script: str) -> None:
-    if SCRIPTS[script] not in {found.name.replace("_", "-") for found in distributions(path=[str(INSTALLED)])}:
-        pytest.skip(f"{SCRIPTS[script]} is not installed in {INSTALLED}")
+    require_installed(SCRIPTS[script])
     completed(str(HERE / f"{script}.py"))
+
+
+@pytest.mark.parametrize("ranks", range(4))
+def test_verl_finds_the_changes_that_the_optimizer_names(ranks: int) -> None:
+    """Nine runs, compared after each sync with what verl's own snapshot finds; 0 ranks: without FSDP2."""
+    require_installed("verl")
+    found = completed(str(HERE / "verl_delta.py"), str(ranks))
+    assert found.count("of the elements changed in a sync") == 9
 
 
 def test_trl_trains_from_its_command_line() -> None:

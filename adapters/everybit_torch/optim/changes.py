@@ -90,6 +90,17 @@ class Changed:
         for one in rows:
             yield one.name, *self._take(one)
 
+    def discard(self) -> None:
+        """Take all changes without naming them: the receiver has the present weights."""
+        rows, self._rows = self._rows, []
+        for one in rows:
+            self._clear(one)
+
+    def _clear(self, one: _Taken) -> None:
+        if one.mask is not None:
+            one.mask.zero_()
+        self._watch.begin(one.parameter)
+
     @torch.no_grad()
     def _take(self, one: _Taken) -> tuple[Tensor, Tensor]:
         weights = local(one.parameter).detach().reshape(-1)
@@ -99,9 +110,7 @@ class Changed:
             found = torch.arange(0, device=weights.device)
         else:
             found = one.mask.reshape(-1).nonzero().view(-1)
-        if one.mask is not None:
-            one.mask.zero_()
-        self._watch.begin(one.parameter)
+        self._clear(one)
         return one.region.in_whole(found), weights[found].to(DTYPES[self._watch.dtype])
 
 

@@ -18,7 +18,7 @@ from everybit_torch.config.algorithms import ALGORITHM, AdamWConfig, Algorithm
 from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, require_matches
 from everybit_torch.config.reader import Kinds, Reader
 from everybit_torch.optim import TorchOptimizer
-from everybit_torch.segments import Compile
+from everybit_torch.segments import Compile, WatchedDType
 from everybit_torch.sharded.strategies import PlainOptions
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class OptimizerConfig:
         metrics: Measure every step.
         seed: The seed of stochastic rounding.
         unsafe: The handling of a policy under which a slot of the state would stop moving.
+        watch: The dtype in which changes of weights are noted, for ``take_changed()``.
 
     Raises:
         ValueError: A name of no preset.
@@ -55,6 +56,7 @@ class OptimizerConfig:
     metrics: bool = False
     seed: int = 0
     unsafe: Unsafe = "refuse"
+    watch: WatchedDType | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", with_name_resolved(self.policy))
@@ -80,7 +82,7 @@ class OptimizerConfig:
         return self.algorithm.build(
             [group for group in groups if group["params"]], model,
             policy=_policy(self.policy), compile=self.compile,
-            metrics=self.metrics, seed=self.seed, unsafe=self.unsafe,
+            metrics=self.metrics, seed=self.seed, unsafe=self.unsafe, watch=self.watch,
         )  # fmt: skip
 
 

@@ -95,18 +95,18 @@ def shards(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
 
 def named_by_the_optimizer(model: nn.Module, optimizer: TorchOptimizer) -> Iterator[tuple[Any, ...]]:
     """What ``FSDPEngine.get_per_tensor_param_delta_shard`` yields, without a snapshot."""
-    of: dict[int, list[str]] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters.items():
-        of.setdefault(id(parameter), []).append(name)
-    for first, indices, values in optimizer.take_changed():
-        spec = ShardSpec.from_param(parameters[first])
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, (_, indices, values) in zip(trained, optimizer.take_changed(), strict=True):
+        spec = ShardSpec.from_param(parameter)
         _, contributes, group = derive_dtensor_placement(spec)
-        keep = slice(None) if contributes else slice(0)
-        counts = torch.tensor([indices[keep].numel()])
-        for name in of[id(parameters[first])]:
-            slots = [(name, tuple(spec.full_shape))]
-            yield slots, "bfloat16", counts, indices[keep], values[keep], group
+        if not contributes:
+            indices, values = indices[:0], values[:0]
+        counts = torch.tensor([indices.numel()])
+        for name in names[parameter]:
+            yield [(name, tuple(spec.full_shape))], "bfloat16", counts, indices, values, group
 
 
 # -- a run ---------------------------------------------------------------------------------------------------------------------------

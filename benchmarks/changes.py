@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=120)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.run:

@@ -91,6 +91,7 @@ FAULTS: tuple[Fault, ...] = (
     *_of(
         "adapters/everybit_torch/segments",
         ("segment.py", "first = self.first + start if isinstance(self.first, int)", "first = self.first if isinstance(self.first, int)", "segments/test_segments.py"),
+        ("segment.py", "self.mask.bitwise_or_(changed.to(torch.int8).neg_())", "self.mask.copy_(changed)", "torch/test_changes.py"),
         ("segment.py", "write(self.shared(), part.shared())", "pass", "segments/test_segments.py"),
         ("segment.py", "if not torch.compiler.is_compiling():  # one of a trace", "if True:  # one of a trace", "torch/test_compiling.py::user_compiles"),
         ("totals.py", 'torch.maximum(value, added)', "value + added", "torch/test_totals.py"),
@@ -124,6 +125,9 @@ FAULTS: tuple[Fault, ...] = (
     *_of(
         "adapters/everybit_torch/optim",
         ("torch_optimizer.py", "self._settle_parameters(groups)\n        self.own.relocate(groups)\n        self.own.take_back()", "self._settle_parameters(groups)\n        self.own.relocate(groups)", "torch/test_assigned_state.py"),
+        ("watching.py", "return parameter in self._known and self._known[parameter] == self._place(parameter)", "return parameter in self._known", "torch/test_changes.py"),
+        ("visits.py", "one.watched.note(held, rows)", "pass", "sharded/test_changes.py"),
+        ("changes.py", "place * math.prod(self.whole[dimension + 1 :])", "place * math.prod(self.shape[dimension + 1 :])", "sharded/test_changes.py"),
         ("gradient_release.py", "self._norm = self._joint_norm(self._squares)", "self._norm = None", "torch/test_gradient_release.py"),
         ("gradient_release.py", "if len(waiting.arrived) == waiting.expected:", "if waiting.arrived:", "torch/test_gradient_release.py"),
         ("visits.py", "edges[rank + 1] - edges[rank]", "edges[1] - edges[0]", "fsdp2/test_visits.py"),

@@ -139,6 +139,14 @@ def loads_in_full(optimizer: TorchOptimizer, model: nn.Module) -> None:
     optimizer.load_full_state_dict(saved)
 
 
+def loads_other_state(optimizer: TorchOptimizer, model: nn.Module) -> None:
+    other = copy.deepcopy(model)
+    policy: Any = "FP32" if model.matrix.dtype is torch.float32 else "LEAN_BF16"
+    saving = AdamW(other.named_parameters(), lr=1e-3, policy=policy, amsgrad=True)
+    train(other, saving, 2)
+    optimizer.load_state_dict(saving.state_dict())
+
+
 def imports(optimizer: TorchOptimizer, model: nn.Module) -> None:
     optimizer.import_fp32([[w + 1 for w in group] for group in optimizer.export_fp32()])
 
@@ -176,7 +184,7 @@ def forgets(optimizer: TorchOptimizer, model: nn.Module) -> None:
 
 
 OUTSIDE = [
-    loads, loads_in_full, imports, writes, writes_before_a_step, loads_the_model, gives_other_memory,
+    loads, loads_in_full, loads_other_state, imports, writes, writes_before_a_step, loads_the_model, gives_other_memory,
     gives_other_memory_before_a_step, forgets,
 ]  # fmt: skip
 

@@ -120,6 +120,7 @@ def start_with(parameters: Parameters, arguments: Sequence[dict[str, Any]], opti
         if one.dtype in changed[one.group.number]:
             before = one.of.segment
             one.of.segment = Segment.new(one.optimizer, before.tensor, before.first, before.is_part)
+            one.of.segment.watched = before.watched
             parameters.show([one])
     for visiting in parameters.visiting:
         if any(one.parameter.dtype in changed[one.group.number] for one in visiting.members):

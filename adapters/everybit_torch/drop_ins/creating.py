@@ -18,7 +18,7 @@ from everybit_torch.arguments import torch_defaults
 from everybit_torch.compiled import Factory
 from everybit_torch.drop_ins import adam, adaptive, momentum
 from everybit_torch.embeddings import FactoryForModel, embeddings_of, policy_with_embeddings
-from everybit_torch.optim import Params, TorchOptimizer, named_by
+from everybit_torch.optim import Offload, Params, TorchOptimizer, named_by
 from everybit_torch.segments import Compile, WatchedDType
 
 Choice = Literal[
@@ -69,6 +69,7 @@ def create(
     unsafe: Unsafe = "refuse",
     average: float | Tensor | None = None,
     watch: WatchedDType | None = None,
+    offload: Offload | None = None,
     **options: Option,
 ) -> TorchOptimizer:
     """Return the torch optimizer of this name: of its own class where it has one (``"adamw"`` is :class:`AdamW`).
@@ -91,6 +92,7 @@ def create(
         unsafe: See there.
         average: See there.
         watch: See there.
+        offload: See there.
         options: Other hyperparameters, by torch's names: ``betas``, ``eps``, ``weight_decay``. Others have the default of the
             function of this name in ``everybit``.
 
@@ -120,7 +122,7 @@ def create(
     given |= options
     settings: dict[str, Any] = {
         "policy": policy, "compile": compile, "metrics": metrics, "seed": seed,
-        "unsafe": unsafe, "average": average, "watch": watch,
+        "unsafe": unsafe, "average": average, "watch": watch, "offload": offload,
     }  # fmt: skip
     kind: Any = CLASSES.get(found.name)
     made: TorchOptimizer = (

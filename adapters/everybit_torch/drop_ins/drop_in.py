@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit.policies import PolicyOrName
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import ImplementationArguments
-from everybit_torch.optim import TorchOptimizer
+from everybit_torch.optim import Offload, TorchOptimizer
 from everybit_torch.segments import Compile, WatchedDType
 from everybit_torch.torch_internals.light_optimizer import hooks_of
 
@@ -28,10 +28,12 @@ class DropInOptions(ImplementationArguments, total=False):
     Attributes:
         unsafe: The handling of a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
         watch: The dtype in which changes of weights are noted; see :meth:`TorchOptimizer.take_changed`.
+        offload: ``"state"``: state lies in the host's memory; see :class:`TorchOptimizer`.
     """
 
     unsafe: Unsafe
     watch: WatchedDType | None
+    offload: Offload | None
 
 
 class AdamOptions(DropInOptions, total=False):

@@ -13,13 +13,24 @@ from everybit_torch.torch_internals.dtensors import local
 def _add_state(table: dict[str, int], segment: Segment) -> None:
     if segment.watched is not None:
         table["changed"] = table.get("changed", 0) + segment.watched.mask.nbytes
+    if segment.host is not None:
+        entries = segment.entries()
+        for use, nbytes in (
+            ("host", sum(x.nbytes for entry, x in entries if entry.role != "shared")),
+            ("counters", sum(x.nbytes for entry, x in entries if entry.role == "shared")),
+        ):
+            table[use] = table.get(use, 0) + nbytes
+        return
     table["compensation"] += sum(leaf.nbytes for leaf in eb.tree.leaves(segment.state.extra))
     for name, bytes in state_bytes(segment.state.inner, counters=segment.state.step.nbytes).items():
         table[name] = table.get(name, 0) + bytes
 
 
 def bytes_table(parameters: Parameters) -> dict[str, int]:
-    """Return bytes by use; keys as in :meth:`everybit.Policy.bytes_table`, ``counters``, and ``changed`` with ``watch``.
+    """Return bytes by use; keys as in :meth:`everybit.Policy.bytes_table`, and ``counters``.
+
+    With ``watch`` there is ``changed``, the masks. With ``offload`` there are ``host``, all state that lies there, in place of its slots;
+    and ``staging``, the memory on the device for two pieces of it.
 
     Gradients that are not there at the moment are counted as they will be. The vectors into which a step gathers short parameters are not
     counted.
@@ -42,6 +53,8 @@ def bytes_table(parameters: Parameters) -> dict[str, int]:
             table["changed"] = table.get("changed", 0) + member.visitor.watched.mask.nbytes
         if member.visitor.segment is not None:
             _add_state(table, member.visitor.segment)
+    if parameters.hosts:
+        table["staging"] = sum(host.nbytes for host in parameters.hosts.values())
     if not table["compensation"]:
         del table["compensation"]
     return table

@@ -119,7 +119,7 @@ def start_with(parameters: Parameters, arguments: Sequence[dict[str, Any]], opti
     for one in parameters.stepped:
         if one.dtype in changed[one.group.number]:
             before = one.of.segment
-            one.of.segment = Segment.new(one.optimizer, before.tensor, before.first, before.is_part)
+            one.of.segment = Segment.new(one.optimizer, before.tensor, before.first, before.is_part, before.host)
             one.of.segment.watched = before.watched
             parameters.show([one])
     for visiting in parameters.visiting:

@@ -24,6 +24,7 @@ from everybit_torch.optim.watching import Watch
 from everybit_torch.placements import RowShards, axis_of, first_element, is_primary_copy, like, mesh_of
 from everybit_torch.segments import (
     Bucket,
+    HostState,
     Memory,
     Run,
     Segment,
@@ -142,6 +143,7 @@ class Parameters:
         memory: The memory of plain tensors that lie one after the other with their gradients.
         parts: Plain tensors that are a part of a parameter, with other elements elsewhere.
         watch: The parameters of which changes are in masks; None: changes are not noted.
+        hosts: The host's memory for the state of parameters on a device; None: state lies where they do.
     """
 
     def __init__(self, states: States) -> None:
@@ -155,6 +157,7 @@ class Parameters:
         self.ranks: tuple[eb.Axis, bool] | None = None
         self.parts: set[Tensor] = set()
         self.watch: Watch | None = None
+        self.hosts: dict[torch.device, HostState] | None = None
         self.memory: Mapping[Tensor, Memory] = {}
         self._settled: list[Settled] = []
         self._counted: dict[torch.dtype, int] = {}
@@ -215,8 +218,20 @@ class Parameters:
                 f"watch: {len(tied)} parameters share memory with others, so that a step of one changes another unseen; accepted are"
                 " parameters with memory of their own. Let tied weights be one Parameter."
             )
+        if self.hosts is not None:
+            self._require_offloadable(parameters_of(param_groups))
         present = [group.optimizers for group in self.groups] if optimizers is None else optimizers
         return planned(self._settled, self._counted, self._firsts, param_groups, wanted, present)
+
+    def _require_offloadable(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse parameters with state that cannot lie on the host."""
+        for parameter in parameters:
+            self._host_of(local(parameter).device)  # which refuses devices without streams
+            if is_dtensor(parameter):
+                raise ValueError(
+                    "offload: got 'state' for a DTensor; accepted are whole parameters. FSDP2's CPUOffloadPolicy keeps weights and state of"
+                    " shards on the host."
+                )
 
     def carry_out(self, plan: StatePlan) -> None:
         """Give parameters state as planned.
@@ -277,18 +292,26 @@ class Parameters:
         of: Single | Bucket
         memory = None if new[0].looks_at_tensors() else self.memory.get(parameters[0])
         whole = optimizer.needs_whole
+        host = self._host_of(local(parameters[0]).device)
         if memory is not None:
             of = Run(optimizer, parameters, firsts, memory)
         elif len(new) == 1 and (whole or local(parameters[0]).is_contiguous()):
-            of = Single.new(optimizer, parameters[0], firsts[0], parameters[0] in self.parts)
+            of = Single.new(optimizer, parameters[0], firsts[0], parameters[0] in self.parts, host)
         else:
-            of = Bucket(optimizer, parameters, firsts, parameters[0] in self.parts)
+            of = Bucket(optimizer, parameters, firsts, parameters[0] in self.parts, host)
         if self.watch is not None:
             of.segment.watched = Watched.of(of.segment.tensor, self.watch.dtype)
         stepped = Stepped(group, decision, [one.name for one in new], of)
         stepped.steps.elements += of.numel
         self.stepped.append(stepped)
         self.show([stepped])
+
+    def _host_of(self, device: torch.device) -> HostState | None:
+        if self.hosts is None:
+            return None
+        if device not in self.hosts:
+            self.hosts[device] = HostState(device)
+        return self.hosts[device]
 
     def _visit(self, new: list[New], rows: RowShards) -> None:
         members = []

@@ -202,6 +202,9 @@ def step(
     watch, written = parameters.watch, _written(tasks, visits) if parameters.watch is not None else []
     if watch is not None:
         watch.look(written)
+    for host in (parameters.hosts or {}).values():
+        segments = [task.stepped.of.segment for task in tasks if task.stepped.of.numel]
+        host.begin([one for one in segments if one.host is host])
     looked_up = [] if metrics or torch.compiler.is_compiling() else tasks
     ready = {task: one for task in looked_up if (one := _ready(task)) is not None}
     for task in tasks:
@@ -214,6 +217,8 @@ def step(
         found = step_one(task, grad, metrics=metrics)
         if found is not None and is_counted(task.stepped, mesh):
             measured = found if measured is None else added(measured, found)
+    for host in (parameters.hosts or {}).values():
+        host.finish()
     for one in ready.values():
         one.segment.note_step(one.before)
     if any(task.stepped.of.segment.optimizer.common for task in tasks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, ClassVar, cast, overload
+from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import is_dtensor
 from everybit_torch.torch_internals.light_optimizer import LightOptimizer
 
+Offload = Literal["state"]
+"""What lies in the host's memory."""
+
 
 class TorchOptimizer(LightOptimizer):
     """Optimize a model's parameters by the transform that ``factory`` makes, stored as ``policy`` says.
@@ -61,6 +64,9 @@ class TorchOptimizer(LightOptimizer):
             argument of this name is given the value instead.
         watch: Note which weights steps change, as they are seen in this dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. It takes a
             byte for each element, and :meth:`take_changed` names them. None: changes are not noted.
+        offload: ``"state"``: keep state, and what the model's tensors do not hold of the weights, in pinned memory of the host. Each step
+            copies it to the device and back, piece by piece, beside the steps of other pieces; two pieces are on the device at once. The
+            bits are the same. None: state lies where its parameter does.
         hyperparameters: Defaults for the param groups.
 
     Raises:
@@ -94,9 +100,12 @@ class TorchOptimizer(LightOptimizer):
         unsafe: Unsafe = "refuse",
         average: float | Tensor | None = None,
         watch: WatchedDType | None = None,
+        offload: Offload | None = None,
         **hyperparameters: Any,
     ) -> None:
         require_compile(compile)
+        if offload not in (None, "state"):
+            raise ValueError(f"offload: got {offload!r}; accepted are 'state' and None.")
         watch = require_watched(watch)
         kind = type(self).__name__
         if not isinstance(factory, GroupMaker):
@@ -108,6 +117,7 @@ class TorchOptimizer(LightOptimizer):
         self._compile: Compile = compile
         self.metrics_enabled, self.had_gradients = metrics, False
         self.own = Parameters(States(torch_names=self._slots))
+        self.own.hosts = None if offload is None else {}
         self.own.watch = None if watch is None else Watch(watch, sees_writes=not self.of_stepper)
         self._measured: Metrics | None = None
         self._seen = Seen()

@@ -30,7 +30,8 @@ class Watch:
     """
 
     def __init__(self, dtype: WatchedDType, *, sees_writes: bool = True) -> None:
-        self.dtype, self._sees_writes = dtype, sees_writes
+        self.dtype: WatchedDType = dtype
+        self._sees_writes = sees_writes
         self._known: dict[Tensor, tuple[int, int]] = {}  # parameters of which masks have all changes
 
     def __getstate__(self) -> dict[str, Any]:

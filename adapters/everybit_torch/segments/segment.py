@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -112,6 +112,18 @@ class Watched(NamedTuple):
         return Watched(self.mask[where], self.dtype)
 
 
+class HostMemory(Protocol):
+    """The host's memory in which the state of segments lies; see :mod:`everybit_torch.segments.host_state`."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory on the host."""
+        ...
+
+    def step(self, segment: Segment, grad: Tensor, step: Callable[[Segment, Tensor], Metrics | None]) -> Metrics | None:
+        """Step a segment whose state lies there."""
+        ...
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Segment:
     """A tensor that is stepped at once.
@@ -125,6 +137,7 @@ class Segment:
         first: Global index of the first element, which the others follow; or the indices of a vector with elements from several places.
         is_part: Whether these are elements of a parameter of which others are elsewhere, and the transform requests numbers of each.
         watched: Where steps note which weights they change; None: nowhere.
+        host: The host's memory in which the state lies; None: it lies where the tensor does.
 
     Attributes:
         stored: The formats of the weights and of the state.
@@ -139,10 +152,12 @@ class Segment:
     first: int | Blocks | Scattered = 0
     is_part: bool = False
     watched: Watched | None = None
+    host: HostMemory | None = None
     stored: Resolved = field(init=False)
     is_whole: bool = field(init=False)
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
     count: HostCount = field(init=False, default_factory=HostCount)
+    pieces_on_host: tuple[tuple[Any, ...], list[Any]] | None = field(init=False, default=None, repr=False)
     _entries: list[tuple[Entry, Tensor]] = field(init=False, default_factory=list, repr=False)
     _layout: tuple[OptimizerState[Any], Layout] | None = field(init=False, default=None, repr=False)
 
@@ -159,24 +174,42 @@ class Segment:
         tensor: Tensor,
         first: int | Blocks | Scattered = 0,
         is_part: bool = False,
+        host: HostMemory | None = None,
     ) -> Segment:
         """Return a segment before its first step. The state of a long vector is computed piece by piece."""
         if tensor.ndim != 1 or tensor.numel() <= CHUNK or optimizer.needs_whole:
-            return cls(optimizer, tensor, optimizer.init([tensor], eb.Context(first_element=first)), first, is_part)
+            made = cls(optimizer, tensor, optimizer.init([tensor], eb.Context(first_element=first)), first, is_part)
+            if host is not None:
+                moved = map_parts(
+                    made.layout, made.state, lambda x, _: host.empty(x.shape, x.dtype).copy_(x), torch.clone
+                )
+                made = cls(optimizer, tensor, moved, first, is_part, host=host)
+            return made
         (stored,) = optimizer.formats([tensor])
 
         def room(x: Tensor, part: PartSpec) -> Tensor:
-            return x.new_empty(part.count(tensor.numel()))
+            shape = (part.count(tensor.numel()),)
+            return x.new_empty(shape) if host is None else host.empty(shape, x.dtype)
 
         none = tensor[:0]
         empty = optimizer.init([none])
         layout = Layout.of([none], [stored], empty.inner, empty.extra, is_checked=False)
-        made = cls(optimizer, tensor, map_parts(layout, empty, room, torch.clone), first, is_part)
+        made = cls(optimizer, tensor, map_parts(layout, empty, room, torch.clone), first, is_part, host=host)
         size = max(CHUNK // stored.block, 1) * stored.block
         for start in range(0, tensor.numel(), size):
             part = made.cut(start, min(start + size, tensor.numel()), lambda x: x)
             write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
         return made
+
+    def here(self) -> Segment:
+        """Return the segment with its state where its tensor lies: itself, or a copy to be read."""
+        device = self.tensor.device
+        if self.host is None or device.type == "cpu":
+            return self
+        state = map_parts(self.layout, self.state, lambda x, _: x.to(device), lambda x: x)
+        found = Segment(self.optimizer, self.tensor, state, self.first, self.is_part)
+        found._layout = state, self.layout
+        return found
 
     # -- cutting --------------------------------------------------------------------------------------------------------------------
 
@@ -194,7 +227,7 @@ class Segment:
         state = cut(self.layout, self.state, start, stop, on_shared)
         first = self.first + start if isinstance(self.first, int) else self.first.cut(start, stop)
         watched = None if self.watched is None else self.watched.cut(slice(start, stop))
-        part = Segment(self.optimizer, self.tensor[start:stop], state, first, self.is_part, watched)
+        part = Segment(self.optimizer, self.tensor[start:stop], state, first, self.is_part, watched, self.host)
         part._layout = part.state, self.layout
         part.count.note(part.state.step, self.count.known(self.state.step))
         return part

@@ -13,7 +13,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import Entry, cut
-from everybit_torch.segments.segment import Segment, Watched
+from everybit_torch.segments.segment import HostMemory, Segment, Watched
 from everybit_torch.segments.single import Places, Single, dtype_of, shares_numbers
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 from everybit_torch.torch_internals.tensors import foreach_copy
@@ -70,10 +70,11 @@ class Bucket:
         parameters: Sequence[Tensor],
         firsts: Sequence[int],
         is_part: bool = False,
+        host: HostMemory | None = None,
     ) -> None:
         vector, first = self._begin(optimizer, parameters, firsts)
         is_part = len(parameters) == 1 and shares_numbers(parameters[0], optimizer, is_part)
-        self.segment = Segment.new(optimizer, vector, first, is_part)
+        self.segment = Segment.new(optimizer, vector, first, is_part, host)
 
     @classmethod
     def of(cls, segment: Segment, parameter: Tensor) -> Bucket:
@@ -199,7 +200,7 @@ class Bucket:
         parameter, where, whole = self.parameters[number], self._ranges[number], self.segment
         state = cut(whole.layout, whole.state, where.start, where.stop, on_shared)
         watched, weights = self.watched(number), local(parameter).detach().reshape(-1)
-        return Segment(whole.optimizer, weights, state, self._firsts[number], watched=watched)
+        return Segment(whole.optimizer, weights, state, self._firsts[number], watched=watched, host=whole.host)
 
     def watched(self, number: int) -> Watched | None:
         """Return where steps note which weights of a parameter they change; None: nowhere."""

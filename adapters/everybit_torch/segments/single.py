@@ -12,7 +12,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.stepping.entries import Entry
-from everybit_torch.segments.segment import Segment, Watched
+from everybit_torch.segments.segment import HostMemory, Segment, Watched
 from everybit_torch.torch_internals.dtensors import is_cut, is_dtensor, local
 
 
@@ -33,7 +33,14 @@ class Single:
         self.places = Places([local(parameter)])
 
     @classmethod
-    def new(cls, optimizer: eb.Optimizer[Any], parameter: Tensor, first: int, is_part: bool = False) -> Single:
+    def new(
+        cls,
+        optimizer: eb.Optimizer[Any],
+        parameter: Tensor,
+        first: int,
+        is_part: bool = False,
+        host: HostMemory | None = None,
+    ) -> Single:
         """Return a parameter before its first step. It has to be contiguous, unless its transform needs whole tensors.
 
         Args:
@@ -41,9 +48,10 @@ class Single:
             parameter: The parameter.
             first: Global index of its first element here.
             is_part: Whether a plain tensor is a part of a parameter, with other elements elsewhere.
+            host: The host's memory in which its state lies.
         """
         is_part = shares_numbers(parameter, optimizer, is_part)
-        return cls(Segment.new(optimizer, as_stepped(parameter, optimizer), first, is_part), parameter)
+        return cls(Segment.new(optimizer, as_stepped(parameter, optimizer), first, is_part, host), parameter)
 
     @property
     def numel(self) -> int:

@@ -155,6 +155,15 @@ class Steps:
             due: The periodic work that is due.
             metrics: Whether to measure the step.
         """
+        if segment.host is not None:
+            before = segment.count.known(segment.state.step)
+            measured = segment.host.step(
+                segment,
+                grad,
+                lambda piece, own: self.step(piece, own, totals, decision=decision, due=due, metrics=metrics),
+            )
+            segment.note_step(before)
+            return measured
 
         def uncompiled() -> Metrics | None:
             return segment.step(grad, totals, due=due, metrics=metrics)
@@ -198,6 +207,8 @@ class Steps:
             decision: The results of masks and labels for the segment.
             due: The periodic work that is due.
         """
+        if segment.host is not None:
+            return None
         kernels = self._kernels(segment, grad, decision, due)
         if kernels is not None:
             return kernels
@@ -234,7 +245,7 @@ class Steps:
         def uncompiled() -> Partial | None:
             return find_uncompiled(segment, grad, totals, due)
 
-        if not self._can_compile(segment) or segment.is_whole:
+        if segment.host is not None or not self._can_compile(segment) or segment.is_whole:
             return uncompiled()  # code would be made for each shape
         inputs = self._inputs(segment, grad, totals, decision, due, ())
         return self._finds.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)

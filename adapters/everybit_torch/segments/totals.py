@@ -109,7 +109,7 @@ def find_uncompiled(segment: Segment, grad: Tensor, totals: Sequence[Tensor], du
     for where, part in segment.pieces(size, lambda x: x):
         own = grad if part is segment else grad[where]
         found = contribution(
-            segment.optimizer, [part.tensor], [own], part.state, part.first,
+            segment.optimizer, [part.tensor], [own], part.here().state, part.first,
             totals=totals, holds_wholes=not part.is_part, due=due, layout=segment.layout,
         )  # fmt: skip
         if found is None:

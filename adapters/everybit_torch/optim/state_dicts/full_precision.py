@@ -142,7 +142,7 @@ def export_all(parameters: Parameters, of: Export = eb.Optimizer.export_fp32) ->
     """Return, by id, each parameter's weights in its shape: with all the precision that is stored, or as ``of`` gives them."""
 
     def export(segment: Segment) -> dict[str, Tensor]:
-        (weights,) = of(segment.optimizer, [segment.tensor], segment.state)
+        (weights,) = of(segment.optimizer, [segment.tensor], segment.here().state)
         return {WEIGHTS: weights}
 
     found = {}
@@ -162,7 +162,7 @@ def store_all(parameters: Parameters, given: Mapping[int, Tensor]) -> None:
     def store(segment: Segment, weights: Tensor) -> Tensor:
         here = weights.to(segment.tensor.device).reshape(segment.tensor.shape)
         ctx = eb.Context(first_element=segment.first)
-        params, state = segment.optimizer.import_fp32([here], [segment.tensor], segment.state, ctx)
+        params, state = segment.optimizer.import_fp32([here], [segment.tensor], segment.here().state, ctx)
         write(segment.state, state)
         return params[0]
 
@@ -224,7 +224,8 @@ def _encode(segment: Segment, given: Mapping[str, Tensor]) -> tuple[Tensor | Non
         write(segment.state, stored)
     else:
         write((segment.state.step, segment.state.inner), (stored.step, stored.inner))
-    after = Segment(segment.optimizer, segment.tensor if moved is None else moved, segment.state, segment.first)
+    tensor = segment.tensor if moved is None else moved
+    after = Segment(segment.optimizer, tensor, segment.state, segment.first, host=segment.host)
     found = _decoded(after)
     losses = {
         name: rounding_loss(local(value).to(found[name].device).reshape(found[name].shape), found[name])
@@ -235,5 +236,5 @@ def _encode(segment: Segment, given: Mapping[str, Tensor]) -> tuple[Tensor | Non
 
 
 def _decode(segment: Segment) -> tuple[Tensor, OptimizerState[Any]]:
-    (weights,), state = segment.optimizer.decode([segment.tensor], segment.state)
+    (weights,), state = segment.optimizer.decode([segment.tensor], segment.here().state)
     return weights, state

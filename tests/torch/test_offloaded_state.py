@@ -1,0 +1,178 @@
+"""State in the host's memory: the bits of a step without it, through two slots of bounded size. Here without a device, and its copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everybit as eb
+from everybit.policies import PolicyName
+from everybit_torch import AdamW, TorchOptimizer, create, enable_gradient_release, evaluation_weights
+from everybit_torch.segments import HostState, host_state
+from tests.support.small_models import Awkward, same_bits, train, values
+
+POLICIES: tuple[PolicyName, ...] = (
+    "FP32",
+    "EXACT_BF16",
+    "LEAN_BF16",
+    "FLOOR_BF16",
+    "KAHAN_BF16",
+    "LEAN_8BIT",
+    "LEAN_4BIT",
+)
+
+
+def clipped(learning_rate: float = 1e-2) -> Any:
+    return eb.chain(eb.clip_by_global_norm(0.5), eb.adamw(learning_rate))
+
+
+def by_preconditioned_norm(learning_rate: float = 1e-2) -> Any:
+    """Its request is computed from the state."""
+    return eb.chain(eb.scale_by_adam(), eb.clip_by_global_norm(0.5), eb.scale_by_learning_rate(learning_rate))
+
+
+def finite(learning_rate: float = 1e-2) -> Any:
+    return eb.apply_if_finite(eb.accumulate(eb.adamw(learning_rate), 2))
+
+
+Make = Callable[..., TorchOptimizer]
+TRANSFORMS: dict[str, Make] = {
+    name: lambda model, name=name, **options: create(name, model, lr=1e-2, **options)
+    for name in ("adamw", "muon", "soap", "lamb", "adafactor", "schedule_free_adamw", "sgd")
+} | {
+    one.__name__: lambda model, one=one, **options: TorchOptimizer(model.named_parameters(), one, **options)
+    for one in (clipped, by_preconditioned_norm, finite)
+}
+
+
+@pytest.fixture(autouse=True, params=[5, 1 << 20], ids=["many pieces", "one piece"])
+def _on_any_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(host_state, "IN_TESTS", True)
+    monkeypatch.setattr(host_state, "LENGTH", request.param)
+
+
+def pair(make: Make, policy: PolicyName, **options: Any) -> tuple[tuple[nn.Module, TorchOptimizer], ...]:
+    model = Awkward(torch.float32 if policy == "FP32" else torch.bfloat16)
+    other = copy.deepcopy(model)
+    return (model, make(model, policy=policy, **options)), (
+        other,
+        make(other, policy=policy, offload="state", **options),
+    )
+
+
+def require_same(one: TorchOptimizer, other: TorchOptimizer) -> None:
+    mine, theirs = (optimizer.state_dict()["state"] for optimizer in (one, other))
+    for number in mine:
+        assert mine[number].keys() == theirs[number].keys()
+        assert same_bits([*mine[number].values()], [*theirs[number].values()])
+
+
+def run(make: Make, policy: PolicyName, **options: Any) -> None:
+    """Train both; at times parameters have no gradient."""
+    (model, plain), (other, offloaded) = pair(make, policy, **options)
+    for start in range(0, 6, 3):
+        for one, optimizer in ((model, plain), (other, offloaded)):
+            train(one, optimizer, 3, start=start, without=lambda step, name: step == 4 and name == "vector")
+        assert same_bits(values(model), values(other))
+    require_same(plain, offloaded)
+    assert same_bits(*([w for group in one.export_fp32() for w in group] for one in (plain, offloaded)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_have_the_bits_of_a_step_without_it(policy: PolicyName) -> None:
+    run(TRANSFORMS["adamw"], policy)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_have_the_bits_of_a_step_without_it(name: str) -> None:
+    run(TRANSFORMS[name], "LEAN_BF16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["LEAN_BF16", "FP32"])
+def test_compiled_code_steps_pieces(policy: PolicyName) -> None:
+    run(TRANSFORMS["clipped"], policy, compile=True)
+
+
+def test_metrics_and_changes_are_those_of_a_step_without_it() -> None:
+    (model, plain), (other, offloaded) = pair(TRANSFORMS["adamw"], "LEAN_BF16", metrics=True, watch="bfloat16")
+    for one, optimizer in ((model, plain), (other, offloaded)):
+        optimizer.take_changed().discard()
+        train(one, optimizer, 3)
+    ours, theirs = plain.metrics(), offloaded.metrics()
+    assert float(ours.update_norm) == pytest.approx(
+        float(theirs.update_norm), rel=1e-6
+    )  # float32 sums in another order
+    for (_, mine, _), (_, their, _) in zip(plain.take_changed(), offloaded.take_changed(), strict=True):
+        assert torch.equal(mine, their)
+
+
+def test_state_dicts_go_from_one_to_the_other() -> None:
+    (model, plain), (other, offloaded) = pair(TRANSFORMS["adamw"], "LEAN_BF16")
+    train(model, plain, 3)
+    other.load_state_dict(model.state_dict())
+    offloaded.load_state_dict(plain.state_dict())
+    for one, optimizer in ((model, plain), (other, offloaded)):
+        train(one, optimizer, 2, start=3)
+    assert same_bits(values(model), values(other))
+    plain.load_full_state_dict(offloaded.full_state_dict())
+    for one, optimizer in ((model, plain), (other, offloaded)):
+        train(one, optimizer, 2, start=5)
+    assert same_bits(values(model), values(other))
+    require_same(plain, offloaded)
+    again = copy.deepcopy(offloaded)
+    assert again.own.hosts is not None
+
+
+def test_evaluation_and_gradient_release() -> None:
+    models = [nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 3)).to(torch.bfloat16)]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [
+        AdamW(model.parameters(), lr=1e-2, policy="LEAN_BF16", average=0.9, **options)  # type: ignore[arg-type]
+        for model, options in zip(models, ({}, {"offload": "state"}), strict=True)
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        enable_gradient_release(model, optimizer)
+        for _ in range(3):
+            model(torch.ones(2, 6, dtype=torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+    assert same_bits(values(models[0]), values(models[1]))
+    with evaluation_weights(optimizers[0]), evaluation_weights(optimizers[1]):
+        assert same_bits(values(models[0]), values(models[1]))
+
+
+def test_two_pieces_are_on_the_device() -> None:
+    """LEAN_BF16 has 6 bytes of state for each element."""
+    model = nn.Linear(300, 200, bias=False, dtype=torch.bfloat16)
+    optimizer = AdamW(model.parameters(), policy="LEAN_BF16", offload="state")
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert optimizer.own.hosts is not None
+    (host,) = optimizer.own.hosts.values()
+    pieces = min(2, -(-60_000 // host_state.LENGTH))
+    table = optimizer.bytes_table()
+    assert host.nbytes == table["staging"] == pieces * 6 * min(host_state.LENGTH, 60_000)
+    assert table["host"] == 6 * 60_000
+    assert {"momentum", "variance", "compensation"}.isdisjoint(table)
+
+
+def test_what_cannot_be_offloaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="offload: got 'weights'; accepted are 'state' and None"):
+        AdamW(model.parameters(), offload="weights")  # type: ignore[arg-type]
+    monkeypatch.setattr(host_state, "IN_TESTS", False)
+    with pytest.raises(
+        ValueError, match="offload: got 'state' for parameters on cpu; accepted are parameters on a CUDA device"
+    ):
+        HostState(torch.device("cpu"))
+    optimizer = AdamW(model.parameters(), offload="state")
+    model(torch.ones(3)).sum().backward()
+    before = values(model)
+    with pytest.raises(ValueError, match="offload: got 'state' for parameters on cpu"):
+        optimizer.step()
+    assert same_bits(before, values(model))

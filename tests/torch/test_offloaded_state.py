@@ -161,6 +161,31 @@ def test_two_pieces_are_on_the_device() -> None:
     assert {"momentum", "variance", "compensation"}.isdisjoint(table)
 
 
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_state_goes_away_between_steps_and_comes_back(compile: bool) -> None:
+    """The tensors of the state have other memory then, of which nothing of the optimizer shows what was before."""
+    (model, plain), (other, moved) = pair(TRANSFORMS["clipped"], "LEAN_BF16", compile=compile)
+    moved.own.hosts = None
+    for start in range(3):
+        train(model, plain, 2, start=2 * start)
+        train(other, moved, 2, start=2 * start)
+        held = [x.data_ptr() for one in moved.own.stepped for _, x in one.of.segment.entries() if x.numel() and x.ndim]
+        moved.offload()
+        moved.offload()
+        there = [x.data_ptr() for one in moved.own.stepped for _, x in one.of.segment.entries() if x.numel() and x.ndim]
+        assert not {*held} & {*there}
+        shown = [x for entries in moved.state.values() for x in entries.values() if x.numel() and x.ndim]
+        memory = {x.untyped_storage().data_ptr() for one in moved.own.stepped for _, x in one.of.segment.entries()}
+        assert {x.untyped_storage().data_ptr() for x in shown} <= memory
+        with pytest.raises(RuntimeError, match=r"step: state was moved to the host by offload\(\)"):
+            train(other, moved, 1)
+        require_same(plain, moved)
+        moved.load_state_dict(moved.state_dict())
+        moved.reload()
+        moved.reload()
+    assert same_bits(values(model), values(other))
+
+
 def test_what_cannot_be_offloaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="offload: got 'weights'; accepted are 'state' and None"):
@@ -176,3 +201,5 @@ def test_what_cannot_be_offloaded_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="offload: got 'state' for parameters on cpu"):
         optimizer.step()
     assert same_bits(before, values(model))
+    with pytest.raises(ValueError, match="offload: got 'state' for parameters on cpu"):
+        AdamW(model.parameters()).offload()

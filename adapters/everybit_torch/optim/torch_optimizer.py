@@ -19,7 +19,7 @@ from everybit_torch.arguments import WithAverage, argument_names, require_factor
 from everybit_torch.compiled import Factory
 from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
-from everybit_torch.optim import common_numbers, evaluating, following, param_groups, stepping
+from everybit_torch.optim import common_numbers, evaluating, following, moved_state, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
 from everybit_torch.optim.changes import Changed, Region, changed
 from everybit_torch.optim.groups import GroupMaker
@@ -87,6 +87,8 @@ class TorchOptimizer(LightOptimizer):
     of_stepper: ClassVar[bool] = False
     # Whether the model has the weights for evaluation.
     evaluating: bool = False
+    # Whether state was moved to the host.
+    _is_away: bool = False
 
     def __init__(
         self,
@@ -236,6 +238,8 @@ class TorchOptimizer(LightOptimizer):
     @in_plain_mode
     def step_now(self) -> None:
         """Update every parameter that has a gradient, without what torch's hooks and schedulers see of :meth:`step`."""
+        if self._is_away:
+            raise RuntimeError("step: state was moved to the host by offload(); accepted is after reload().")
         if self.release is not None:
             self.release.finish()
             return
@@ -354,6 +358,32 @@ class TorchOptimizer(LightOptimizer):
         if self._measured is None:
             raise RuntimeError("metrics: no step was measured yet; pass metrics=True, or set metrics_enabled = True.")
         return self._measured
+
+    # -- the host's memory ----------------------------------------------------------------------------------------------------
+
+    @in_plain_mode
+    @torch.no_grad()
+    def offload(self) -> None:
+        """Move the state to the host's memory, and free its memory on the device, until :meth:`reload`.
+
+        It is for programs in which something else takes the device between steps. State dicts and checkpoints may be read and loaded
+        meanwhile; a step is refused. It is a no-op for state that lies on the host already.
+
+        Raises:
+            ValueError: Parameters that are on no CUDA device, or DTensors.
+        """
+        self.place()
+        if not self._is_away:
+            moved_state.move_to_host(self.own)
+            self._is_away = True
+
+    @in_plain_mode
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Move the state back to the device. The host does not wait for the copies; later work on the device does."""
+        if self._is_away:
+            moved_state.move_back(self.own)
+            self._is_away = False
 
     # -- changes --------------------------------------------------------------------------------------------------------------
 

@@ -204,7 +204,7 @@ class Segment:
     def here(self) -> Segment:
         """Return the segment with its state where its tensor lies: itself, or a copy to be read."""
         device = self.tensor.device
-        if self.host is None or device.type == "cpu":
+        if all(x.device == device for x in eb.tree.leaves(self.state)):
             return self
         state = map_parts(self.layout, self.state, lambda x, _: x.to(device), lambda x: x)
         found = Segment(self.optimizer, self.tensor, state, self.first, self.is_part)

@@ -103,6 +103,7 @@ def phases(device: str, out: Path) -> tuple[Phase, ...]:
     steps = [*shlex.split("benchmarks/gpu_steps.py --device"), device, "--out", str(out / "steps.json")]
     peers = [*shlex.split("benchmarks/speed.py --device"), device, "--out", str(out / "peers.json")]
     compare = [*shlex.split("-m everybit_torch compare --threads 1 --device"), device, "--out", str(out / "compare")]
+    offload = [*shlex.split("benchmarks/gpu_offload.py --device"), device, "--out", str(out / "offload.json")]
     sharded = [*shlex.split("benchmarks/sharded.py --ranks 1 --device"), device, "--out", str(out / "sharded.json")]
     if full:
         tests += ["-n", "4"]  # most of their time is compilation
@@ -118,14 +119,16 @@ def phases(device: str, out: Path) -> tuple[Phase, ...]:
         compare += shlex.split("--model tiny --seeds 3 --steps 10 --batch 1 --context 16 --policies FP32 LEAN_BF16")
         sharded += shlex.split("--models tiny --rounds 1 --steps 2 --limit 240 --contestants")
         sharded += ("FSDP2, fused", "everybit, optim_grads_params")
+        offload += shlex.split("--numel 1000000 --rounds 2")
     return (
         Phase(
             "tests", tuple(tests), 420 if full else 900, "tests.xml", ("pytest", "hypothesis", "xdist"), {"EVERYBIT_DEVICE": device}
         ),
         Phase("steps", tuple(steps), 240 if full else 600, "steps.json"),
         Phase("peers", tuple(peers), 330 if full else 600, "peers.json", ("tyro", "rich")),
-        Phase("compare", tuple(compare), 540 if full else 600, "compare/compare.json", ("tyro", "rich", "matplotlib", "numpy")),
+        Phase("compare", tuple(compare), 420 if full else 600, "compare/compare.json", ("tyro", "rich", "matplotlib", "numpy")),
         Phase("sharded", tuple(sharded), 240 if full else 900, "sharded.json", ("tyro",)),
+        Phase("offload", tuple(offload), 150 if full else 300, "offload.json"),
     )  # fmt: skip
 
 

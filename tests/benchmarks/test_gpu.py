@@ -107,7 +107,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "accepted here is DEVICE=cpu" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         gpu.main(["--device", "cpu", "--phases", "step"])
-    assert "phases: got step; accepted are tests, steps, peers, compare, sharded." in capsys.readouterr().err
+    assert "phases: got step; accepted are tests, steps, peers, compare, sharded, offload." in capsys.readouterr().err
 
 
 def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

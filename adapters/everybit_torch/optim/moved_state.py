@@ -17,7 +17,7 @@ def move_to_host(own: Parameters) -> None:
     """Move the state of all parameters to the host, and free its memory on the device.
 
     Raises:
-        ValueError: Parameters on a device without streams, or DTensors. Nothing is moved.
+        ValueError: Parameters on a device without streams, or DTensors; all state is where it was.
     """
     for one in own.stepped:
         HostState(one.of.segment.tensor.device)  # which refuses devices without streams

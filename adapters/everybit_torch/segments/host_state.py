@@ -1,6 +1,6 @@
 """State in the host's memory that is stepped on the device: two pieces of it are there at once.
 
-While one piece is stepped, the state of the next is on its way to the device, and that of the one before on its way back. Copies have
+While a piece is stepped, the state of the next piece is copied to the device, and that of the piece before is copied back. Copies have
 streams of their own, and the host's memory is pinned for them. The bits are those of a step without it.
 """
 

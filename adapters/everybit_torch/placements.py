@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from everybit_torch.collectives import Communicator, GroupAxis
-from everybit_torch.torch_internals.dtensors import is_cut, is_dtensor, local, offset_of_local_part, shape_of_local_part
+from everybit_torch.torch_internals.dtensors import (
+    is_cut,
+    is_dtensor,
+    local,
+    offset_of_local_part,
+    shape_of_local_part,
+    with_part,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +38,11 @@ def like(parameter: Tensor, part: Tensor, shape: Sequence[int] | None = None) ->
     if not is_dtensor(parameter):
         return part
     shape = parameter.shape if shape is None else tuple(shape)
+    if part.device.type not in (
+        parameter.device_mesh.device_type,
+        "meta",
+    ):  # state on the host, which from_local would move
+        return with_part(parameter, part, shape, _dense(shape))
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

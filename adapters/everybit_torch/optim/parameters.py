@@ -218,20 +218,16 @@ class Parameters:
                 f"watch: {len(tied)} parameters share memory with others, so that a step of one changes another unseen; accepted are"
                 " parameters with memory of their own. Let tied weights be one Parameter."
             )
-        if self.hosts is not None:
-            self._require_offloadable(parameters_of(param_groups))
-        present = [group.optimizers for group in self.groups] if optimizers is None else optimizers
-        return planned(self._settled, self._counted, self._firsts, param_groups, wanted, present)
-
-    def _require_offloadable(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse parameters with state that cannot lie on the host."""
-        for parameter in parameters:
+        for parameter in () if self.hosts is None else parameters_of(param_groups):
             self._host_of(local(parameter).device)  # which refuses devices without streams
-            if is_dtensor(parameter):
-                raise ValueError(
-                    "offload: got 'state' for a DTensor; accepted are whole parameters. FSDP2's CPUOffloadPolicy keeps weights and state of"
-                    " shards on the host."
-                )
+        present = [group.optimizers for group in self.groups] if optimizers is None else optimizers
+        plan = planned(self._settled, self._counted, self._firsts, param_groups, wanted, present)
+        if self.hosts is not None and (visiting := [one.name for one in plan.new if one.rows is not None]):
+            raise ValueError(
+                f"{visiting[0]}: offload: got 'state' for a parameter that is stepped whole by an owner; accepted are transforms that may"
+                " be cut, whole parameters, and optimizer.offload() between steps."
+            )
+        return plan
 
     def carry_out(self, plan: StatePlan) -> None:
         """Give parameters state as planned.

@@ -370,7 +370,7 @@ class TorchOptimizer(LightOptimizer):
         meanwhile; a step is refused. It is a no-op for state that lies on the host already.
 
         Raises:
-            ValueError: Parameters that are on no CUDA device, or DTensors.
+            ValueError: Parameters that are on no CUDA device.
         """
         self.place()
         if not self._is_away:

@@ -34,6 +34,25 @@ def local(x: Tensor) -> Tensor:
     return part
 
 
+def with_part(like: DTensor, part: Tensor, shape: Sequence[int], stride: Sequence[int]) -> DTensor:
+    """Return a DTensor over ``part``, on whatever device it is, sharded as ``like`` is; ``from_local`` would move it to the mesh's device.
+
+    Raises:
+        ImportError: torch has no such constructor any more; there is no public one.
+    """
+    spec: Any = getattr(import_module("torch.distributed.tensor._dtensor_spec"), "DTensorSpec", None)
+    meta: Any = getattr(import_module("torch.distributed.tensor._dtensor_spec"), "TensorMeta", None)
+    if spec is None or meta is None:
+        raise ImportError(
+            "offload: this torch has no torch.distributed.tensor._dtensor_spec.DTensorSpec; accepted are versions of torch that everybit"
+            " was tested with (2.11 to 2.13)."
+        )
+    kind: Any = import_module("torch.distributed.tensor").DTensor
+    of = meta(torch.Size(shape), tuple(stride), part.dtype)
+    found: DTensor = kind(part, spec(like.device_mesh, like.placements, tensor_meta=of), requires_grad=False)
+    return found
+
+
 def is_cut(placement: Placement) -> bool:
     """Whether ranks along a dimension of a mesh hold other elements of a tensor, and not copies of the same ones.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,20 @@ from torch import nn
 
 import everybit as eb
 from everybit.policies import PolicyName
-from everybit_torch import AdamW, TorchOptimizer, create, enable_gradient_release, evaluation_weights
+from everybit_torch import (
+    AdamW,
+    FlatStepper,
+    TorchOptimizer,
+    create,
+    enable_gradient_release,
+    evaluation_weights,
+    load_sharded_into,
+    nonfinite_state,
+    save_sharded,
+)
+from everybit_torch.audit.layers import audit_step
 from everybit_torch.segments import HostState, host_state
-from tests.support.small_models import Awkward, same_bits, train, values
+from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 POLICIES: tuple[PolicyName, ...] = (
     "FP32",
@@ -127,6 +139,31 @@ def test_state_dicts_go_from_one_to_the_other() -> None:
     require_same(plain, offloaded)
     again = copy.deepcopy(offloaded)
     assert again.own.hosts is not None
+
+
+def test_sharded_checkpoints_and_audits_read_the_hosts_copies(tmp_path: Path) -> None:
+    (model, plain), (other, offloaded) = pair(TRANSFORMS["adamw"], "LEAN_BF16")
+    stepped = copy.deepcopy(model)
+    stepper = FlatStepper(stepped, eb.adamw(1e-2), policy="LEAN_BF16", strategy="no_shard")
+    for step in range(3):
+        with stepper.microbatch(last=True):
+            sum((p.float() * (step + 1)).sum() for p in stepped.parameters()).backward()  # type: ignore[union-attr]
+        stepper.step()
+    save_sharded(stepper, tmp_path)
+    for one, optimizer in ((model, plain), (other, offloaded)):
+        load_sharded_into(one, optimizer, tmp_path)
+        train(one, optimizer, 2)
+    assert same_bits(values(model), values(other))
+    require_same(plain, offloaded)
+    give_gradients(model, 7)
+    give_gradients(other, 7)
+    audits = [
+        audit_step({id(p): name for name, p in one.named_parameters()}, optimizer, 3)
+        for one, optimizer in ((model, plain), (other, offloaded))
+    ]
+    assert audits[0] == audits[1]
+    assert [one.name for one in audits[0]] == [name for name, _ in model.named_parameters()]
+    assert nonfinite_state(offloaded) == ()
 
 
 def test_evaluation_and_gradient_release() -> None:

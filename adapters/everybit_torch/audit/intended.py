@@ -214,11 +214,12 @@ def whole(number: Tensor) -> Tensor:
 
 
 def _of_its_shape(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """The entries of a parameter's state that have its shape."""
+    """The entries of a parameter's state that have its shape. Of a number those are its weights: others may be counts."""
     return {
         key: value
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and value.ndim
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
+        if value.ndim or key == WEIGHTS
     }
 
 

@@ -302,6 +302,13 @@ def test_what_cannot_be_watched_is_refused() -> None:
         parameter.grad = torch.ones(4)
     with pytest.raises(ValueError, match="watch: 2 parameters share memory with others"):
         optimizer.step()
+    shared[1].data = torch.ones(4)
+    optimizer.step()
+    shared[1].data = shared[0].data
+    before = values(shared)
+    with pytest.raises(RuntimeError, match="watch: 2 parameters share memory with others"):
+        optimizer.step()
+    assert all(map(torch.equal, values(shared), before))
     assert AdamW(model.parameters(), watch=torch.bfloat16).take_changed().whole == (  # type: ignore[arg-type]
         "param group 0, parameter 0",
         "param group 0, parameter 1",

@@ -54,7 +54,7 @@ def read_into(inventory: Inventory, rooms: Iterable[Room]) -> None:
         values = read_piece(inventory, name, piece, room)
         for _, _, part, there in several:
             given = values[there]
-            if given.dtype is not part.dtype and not fits_in(given, part.dtype):
+            if not fits_in(given, part.dtype):
                 raise ValueError(f"{name}: holds numbers beyond {part.dtype}; nothing is cast.")
             part.copy_(given)
 

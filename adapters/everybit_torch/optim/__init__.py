@@ -4,7 +4,7 @@ from everybit_torch.optim.changes import Changed, Region
 from everybit_torch.optim.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optim.groups import Group, GroupMaker
 from everybit_torch.optim.interfaces import TorchNames
-from everybit_torch.optim.param_groups import Params, named_by, require_float64
+from everybit_torch.optim.param_groups import Params, named_by, names_of, require_float64
 from everybit_torch.optim.parameters import Own, Stepped
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.state_dicts.full_precision import (
@@ -42,6 +42,7 @@ __all__ = [
     "load_all",
     "named_by",
     "names",
+    "names_of",
     "parameters_of",
     "read",
     "require_float64",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from everybit.base import DTYPES
+from everybit_torch.optim.param_groups import names_of
 from everybit_torch.optim.parameters import Parameters
 from everybit_torch.optim.watching import Watch
 from everybit_torch.torch_internals.dtensors import is_dtensor, local, offset_of_local_part
@@ -129,10 +130,7 @@ def changed(
     masks |= {id(member.parameter): member.visitor.watched for member in own.visited()}
     rows = []
     for number, group in enumerate(param_groups):
-        names = group.get("param_names") or [
-            f"param group {number}, parameter {n}" for n in range(len(group["params"]))
-        ]
-        for name, parameter in zip(names, group["params"], strict=True):
+        for name, parameter in zip(names_of(number, group), group["params"], strict=True):
             watched = masks.get(id(parameter))
             mask = None if watched is None else watched.mask
             rows.append(_Taken(name, parameter, region_of(name, parameter), mask))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from everybit_torch import streams
 from everybit_torch.optim.parameters import Parameters
-from everybit_torch.segments import HostState, Segment
+from everybit_torch.segments import Segment, require_streams
 
 
 def move_to_host(own: Parameters) -> None:
@@ -16,9 +16,10 @@ def move_to_host(own: Parameters) -> None:
     Raises:
         ValueError: Parameters on a device without streams; all state is where it was.
     """
-    for x in _state(own):
-        HostState(x.device)  # which refuses devices without streams
-    moved = [(x, _on_host(x)) for x in _state(own)]
+    state = [x for segment in _segments(own) for x in _of(segment)]
+    for x in state:
+        require_streams(x.device)
+    moved = [(x, _on_host(x)) for x in state]
     for device in {x.device for x, _ in moved}:
         if streams.has_streams(device):
             torch.cuda.synchronize(device)
@@ -40,10 +41,6 @@ def _segments(own: Parameters) -> list[Segment]:
     stepped = [one.of.segment for one in own.stepped]
     owned = [member.visitor.segment for member in own.visited()]
     return [one for one in [*stepped, *owned] if one is not None and one.host is None]
-
-
-def _state(own: Parameters) -> list[Tensor]:
-    return [x for segment in _segments(own) for x in _of(segment)]
 
 
 def _of(segment: Segment) -> list[Tensor]:

@@ -19,6 +19,12 @@ from everybit_torch.torch_internals.dtensors import is_dtensor
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
+def names_of(number: int, group: Mapping[str, Any]) -> list[str]:
+    """Return the names of a param group's parameters; those without are named by their places."""
+    given: list[str] | None = group.get("param_names")
+    return given or [f"param group {number}, parameter {index}" for index in range(len(group["params"]))]
+
+
 def require_parameters(number: int, tensors: Sequence[Any]) -> None:
     """Refuse tensors that an optimizer cannot optimize.
 

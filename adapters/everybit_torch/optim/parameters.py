@@ -34,6 +34,7 @@ from everybit_torch.segments import (
     Watched,
     most_short,
     neighbours,
+    require_streams,
     upper_words,
 )
 from everybit_torch.shared_memory import has_repeated_elements
@@ -214,12 +215,9 @@ class Parameters:
         if all(group.is_current(params, wanted) for group, params in zip(self._settled, given, strict=True)):
             return None
         if self.watch is not None and (tied := tied_by_memory(parameters_of(param_groups))):
-            raise ValueError(
-                f"watch: {len(tied)} parameters share memory with others, so that a step of one changes another unseen; accepted are"
-                " parameters with memory of their own. Let tied weights be one Parameter."
-            )
+            raise ValueError(_unseen(len(tied)))
         for parameter in () if self.hosts is None else parameters_of(param_groups):
-            self._host_of(local(parameter).device)  # which refuses devices without streams
+            require_streams(local(parameter).device)
         present = [group.optimizers for group in self.groups] if optimizers is None else optimizers
         plan = planned(self._settled, self._counted, self._firsts, param_groups, wanted, present)
         if self.hosts is not None and (visiting := [one.name for one in plan.new if one.rows is not None]):
@@ -502,6 +500,8 @@ class Parameters:
                         f"{where} has strides {here.stride()} now: several of its elements are one place in memory (expand), which a step"
                         " cannot write; clone it."
                     )
+                if id(parameter) in tied and self.watch is not None:
+                    raise RuntimeError(f"{where}: {_unseen(len(tied))}")
                 if id(parameter) in tied and keeps_rest:
                     raise RuntimeError(
                         f"{where} was given memory of another parameter since the optimizer first stepped, and what is kept for it was kept"
@@ -544,6 +544,13 @@ def shown(parameter: Tensor, entries: Iterable[tuple[Entry, Tensor]]) -> dict[st
         else:
             found[entry.name] = like(parameter, x, entry.shape(parameter.shape, x.shape))
     return found
+
+
+def _unseen(count: int) -> str:
+    return (
+        f"watch: {count} parameters share memory with others, so that a step of one changes another unseen; accepted are parameters with"
+        " memory of their own. Let tied weights be one Parameter."
+    )
 
 
 def _bits(number: Tensor) -> bytes:

@@ -202,17 +202,16 @@ def step(
     watch, written = parameters.watch, _written(tasks, visits) if parameters.watch is not None else []
     if watch is not None:
         watch.look(written)
+    # Of a tensor that must stay whole another rank may have all of it.
+    here = [task for task in tasks if not task.stepped.of.segment.is_whole or task.stepped.of.numel]
     for host in (parameters.hosts or {}).values():
-        segments = [task.stepped.of.segment for task in tasks if task.stepped.of.numel]
-        host.begin([one for one in segments if one.host is host])
-    looked_up = [] if metrics or torch.compiler.is_compiling() else tasks
+        host.begin([task.stepped.of.segment for task in here if task.stepped.of.segment.host is host])
+    looked_up = [] if metrics or torch.compiler.is_compiling() else here
     ready = {task: one for task in looked_up if (one := _ready(task)) is not None}
-    for task in tasks:
+    for task in here:
         if task in ready:
             ready[task].call(ready[task].grad)
             continue
-        if task.stepped.of.segment.is_whole and not task.stepped.of.numel:
-            continue  # another rank has the whole tensor
         grad, task.gathered = task.gather() if task.gathered is None else task.gathered, None
         found = step_one(task, grad, metrics=metrics)
         if found is not None and is_counted(task.stepped, mesh):

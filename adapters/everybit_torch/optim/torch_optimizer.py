@@ -64,9 +64,9 @@ class TorchOptimizer(LightOptimizer):
             argument of this name is given the value instead.
         watch: Note which weights steps change, as they are seen in this dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. It takes a
             byte for each element, and :meth:`take_changed` names them. None: changes are not noted.
-        offload: ``"state"``: keep state and residuals of weights in pinned memory of the host. Each step
-            copies it to the device and back, piece by piece, beside the steps of other pieces; two pieces are on the device at once. The
-            bits are the same. None: state lies where its parameter does.
+        offload: ``"state"``: keep state and residuals of weights in pinned memory of the host. Each step copies it to the device and back,
+            piece by piece, beside the steps of other pieces; two pieces are on the device at once. The bits are the same. None: state lies
+            where its parameter does.
         hyperparameters: Defaults for the param groups.
 
     Raises:

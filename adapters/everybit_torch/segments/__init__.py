@@ -1,7 +1,7 @@
 """Segments: a tensor that is stepped at once, its state, and the places of its elements in the model."""
 
 from everybit_torch.segments.contiguous import Memory, Run, neighbours
-from everybit_torch.segments.host_state import HostState
+from everybit_torch.segments.host_state import HostState, require_streams
 from everybit_torch.segments.segment import PIECE, Segment, Watched, WatchedDType, piece_size, write
 from everybit_torch.segments.short import Bucket, indices, is_short, most_short, upper_words
 from everybit_torch.segments.single import Places, Single
@@ -32,6 +32,7 @@ __all__ = [
     "neighbours",
     "piece_size",
     "require_compile",
+    "require_streams",
     "upper_words",
     "write",
 ]

@@ -59,6 +59,19 @@ class StagedPiece:
     staged: dict[int, tuple[list[Tensor], Segment]] = field(default_factory=dict)
 
 
+def require_streams(device: torch.device) -> None:
+    """Refuse a device of which state lies in the host's memory anyway, or cannot be copied beside a step.
+
+    Raises:
+        ValueError: The device has no streams.
+    """
+    if not (streams.has_streams(device) or IN_TESTS):
+        raise ValueError(
+            f"offload: got 'state' for parameters on {device}; accepted are parameters on a CUDA device. State of a model on a CPU lies in"
+            " the host's memory anyway."
+        )
+
+
 class HostState:
     """The memory of one optimizer's state on the host, and the two slots on a device.
 
@@ -67,15 +80,11 @@ class HostState:
         length: Elements of a piece; None: :data:`LENGTH`.
 
     Raises:
-        ValueError: The device has no streams: state lies in the host's memory anyway, or cannot be copied beside a step.
+        ValueError: The device has no streams.
     """
 
     def __init__(self, device: torch.device, length: int | None = None) -> None:
-        if not (streams.has_streams(device) or IN_TESTS):
-            raise ValueError(
-                f"offload: got 'state' for parameters on {device}; accepted are parameters on a CUDA device. State of a model on a CPU lies"
-                " in the host's memory anyway."
-            )
+        require_streams(device)
         self._device, self._length = device, LENGTH if length is None else length
         self._slots = [_StagingSlot(), _StagingSlot()]
         self._arriving, self._leaving = self._stream(), self._stream()
@@ -91,10 +100,6 @@ class HostState:
     def nbytes(self) -> int:
         """Bytes of the slots, on the device."""
         return sum(x.nbytes for slot in self._slots for x in slot.memory)
-
-    def empty_like(self, x: Tensor) -> Tensor:
-        """Return memory on the host for a tensor."""
-        return self.empty(x.shape, x.dtype)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory on the host, pinned where copies need it."""

@@ -175,7 +175,7 @@ class Steps:
         if again is not None:
             again(grad)
         else:
-            inputs = self._step_inputs(segment, grad, totals, decision, due, metrics=metrics)
+            inputs = self._inputs(segment, grad, totals, decision, due, metrics=metrics)
             measured = self._found(segment, inputs, grad, uncompiled)
         segment.note_step(before)
         return measured
@@ -215,7 +215,7 @@ class Steps:
         if segment.tensor.ndim != 1 or not self.compiles(segment.tensor.device):
             return None  # code for other tensors goes through Dynamo
         vector = grad if grad.ndim == 1 else grad.view(-1)
-        return self._learned(segment, self._step_inputs(segment, vector, (), decision, due, metrics=False))
+        return self._learned(segment, self._inputs(segment, vector, (), decision, due, metrics=False))
 
     def _kernels(self, segment: Segment, grad: Tensor, decision: Decision | None, due: Due) -> KernelCalls | None:
         """The kernels that stepped a segment last, if only its gradient is another."""
@@ -247,31 +247,12 @@ class Steps:
 
         if segment.host is not None or not self._can_compile(segment) or segment.is_whole:
             return uncompiled()  # code would be made for each shape
-        inputs = self._inputs(segment, grad, totals, decision, due, ())
+        inputs = self._inputs(segment, grad, totals, decision, due)
         return self._finds.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)
 
     def _can_compile(self, segment: Segment) -> bool:
         device = segment.tensor.device
         return segment.tensor.numel() > 0 and self.compiles(device) and can_compile(device)
-
-    def _step_inputs(
-        self,
-        segment: Segment,
-        grad: Tensor,
-        totals: Sequence[Tensor],
-        decision: Decision | None,
-        due: Due,
-        *,
-        metrics: bool,
-    ) -> Inputs:
-        """The arguments of a compiled step."""
-        watched = segment.watched
-        choices: tuple[tuple[str, Any], ...] = () if watched is None else (("watch", watched.dtype),)
-        inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics), *choices), returns=metrics)
-        if watched is not None:
-            mask = watched.mask
-            inputs.state = inputs.state, mask if inputs.tensors[0] is segment.tensor else _vector(mask)
-        return inputs
 
     def _inputs(
         self,
@@ -280,12 +261,15 @@ class Steps:
         totals: Sequence[Tensor],
         decision: Decision | None,
         due: Due,
-        choices: tuple[tuple[str, Any], ...],
         *,
-        returns: bool = True,
+        metrics: bool | None = None,
     ) -> Inputs:
-        """The arguments of compiled code, as vectors where the transform may be cut anywhere: then one code is for all shapes."""
+        """The arguments of compiled code, as vectors where the transform may be cut anywhere: then one code is for all shapes.
+
+        ``metrics`` says whether a step is measured. None: the code finds a contribution, and changes no weights.
+        """
         tensor, state = segment.tensor, segment.state
+        mask, watch = (None, None) if segment.watched is None or metrics is None else segment.watched
         if (
             tensor.ndim != 1
             and not segment.is_whole
@@ -293,9 +277,13 @@ class Steps:
         ):
             state = map_parts(segment.layout, state, lambda x, _: _vector(x), lambda x: x)
             tensor, grad = _vector(tensor), _vector(grad.contiguous())
+            mask = None if mask is None else _vector(mask)
+        choices: list[tuple[str, Any]] = [("holds_wholes", not segment.is_part)]
+        choices += [] if metrics is None else [("metrics", metrics)]
+        choices += [] if watch is None else [("watch", watch)]
         return Inputs(
-            [tensor], [grad], state, segment.first_tensor, list(totals), self._policy, decision, due,
-            (("holds_wholes", not segment.is_part), *choices), returns, segment, segment.layout,
+            [tensor], [grad], state if mask is None else (state, mask), segment.first_tensor, list(totals), self._policy, decision, due,
+            tuple(choices), metrics is not False, segment, segment.layout,
         )  # fmt: skip
 
     def _numbers_on(self, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from everybit.stepping.entries import WEIGHTS
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.checkpoint.agreement import gathered
 from everybit_torch.collectives import Communicator
-from everybit_torch.optim import TorchOptimizer, parameters_of
+from everybit_torch.optim import TorchOptimizer, names_of, parameters_of
 from everybit_torch.placements import is_primary_copy, mesh_of
 from everybit_torch.sharded.reports import count_nonfinite
 from everybit_torch.sharded.stepper import FlatStepper
@@ -101,10 +101,7 @@ def _of_optimizer(optimizer: TorchOptimizer) -> Found:
     names: dict[int, str] = {}
     mesh = mesh_of(list(parameters_of(optimizer.param_groups)))
     for number, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names") or [
-            f"param group {number}, parameter {n}" for n in range(len(group["params"]))
-        ]
-        for name, parameter in zip(given, group["params"], strict=True):
+        for name, parameter in zip(names_of(number, group), group["params"], strict=True):
             if mesh is None or is_primary_copy(parameter, mesh):
                 names[id(parameter)] = name
                 yield name, WEIGHTS, count_nonfinite(local(parameter).detach())

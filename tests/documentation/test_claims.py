@@ -125,6 +125,13 @@ def test_what_plain_bfloat16_loses_is_told_alike_and_as_measured() -> None:
     assert max(abs(one["summary"]["LEAN_BF16"]["difference"]) for one in measured.values()) < 0.01
 
 
+def test_the_tables_of_changed_weights_are_of_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    changes = module_at(ROOT / "benchmarks/changes.py")
+    for text in changes.tables(json.loads(changes.RESULTS.read_text())).values():
+        assert text in changes.PAGE.read_text()
+
+
 def test_the_matrix_begins_with_the_lower_bounds_and_its_table_is_of_its_results() -> None:
     """The table is counted from reports of pytest, also from those of a run that ended early."""
     matrix = module_at(ROOT / "matrix/run.py")

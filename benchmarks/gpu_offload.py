@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer, create
@@ -135,6 +139,26 @@ def steps(device: torch.device, numel: int, rounds: int) -> list[dict[str, Any]]
     return rows
 
 
+def cpu_offload_policy(device: torch.device, width: int, rounds: int) -> dict[str, float]:
+    """Seconds of FSDP2's CPUOffloadPolicy on one rank, for a square matrix in float32: a whole pass, and torch's fused step on the host."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    model = nn.Linear(width, width, bias=False, device=device)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    fully_shard(model, mesh=init_device_mesh(device.type, (1,)), offload_policy=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(1, width, device=device)
+
+    def work() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    found = {"elements": float(width * width), "pass": timed(work, device, rounds)}
+    found["step"] = timed(optimizer.step, device, rounds)
+    dist.destroy_process_group()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -148,6 +172,8 @@ def main() -> None:
     print(found["bits"], flush=True)
     found["bus"] = bus(device, min(given.numel, 1 << 28))
     found["steps"] = steps(device, given.numel, given.rounds)
+    found["cpu_offload_policy"] = cpu_offload_policy(device, math.isqrt(given.numel), given.rounds)
+    print(found["cpu_offload_policy"], flush=True)
     for row in found["steps"]:
         policy, _, where = row["name"].partition(", ")
         if where == "state":

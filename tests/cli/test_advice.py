@@ -99,6 +99,25 @@ def test_too_little_memory_says_how_many_ranks_are_enough(capsys: pytest.Capture
     assert "LEAN_BF16 fits on no number of ranks" in said
 
 
+def test_state_on_the_host_leaves_room_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--ranks", "1", "--policies", "EXACT_BF16", "--memory", "1GiB")
+    _, plain, _ = advised(capsys, *common)
+    _, offloaded, said = advised(capsys, *common, "--offload", "state")
+    assert "As code: AdamW(model.parameters(), policy=eb.policies.EXACT_BF16, offload='state')" in said
+    (before,), (after,) = ([*one["plans"]] for one in (plain, offloaded))  # type: ignore[misc]
+    moved = {name: before["persistent"][name] for name in ("compensation", "momentum", "variance")}
+    assert after["host"] == moved
+    kept = {name: size for name, size in before["persistent"].items() if name not in moved}
+    staging = after["persistent"].pop("staging")
+    assert after["persistent"] == kept
+    with torch.device("meta"):
+        model = Transformer(SIZES["tiny"])
+    units = [sum(p.numel() for p in block.parameters()) for block in model.modules() if isinstance(block, Block)]
+    largest = max(*units, sum(p.numel() for p in model.parameters()) - sum(units))
+    assert staging == 2 * 10 * largest  # each unit is a piece
+    assert before["host"] == {}
+
+
 def test_the_advice_is_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", "tiny", "--ranks", "1", "--memory", "1GB", "--out", str(tmp_path)]) == 0
     held = json.loads((tmp_path / "plan.json").read_text())

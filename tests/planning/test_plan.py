@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from everybit_torch.collectives.reduction import CHUNK
 from everybit_torch.fsdp2.fsdp2_stepper import FSDP2Stepper
 from everybit_torch.planning.plan import plan
 from everybit_torch.planning.report import in_order
+from everybit_torch.segments import host_state
 from everybit_torch.segments.segment import piece_size
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
@@ -160,6 +162,47 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
 @pytest.mark.sampled(6)
 def test_what_persists_and_is_sent_is_planned_to_the_byte(size: int, strategy: Strategy, case: int) -> None:
     require_measured(run(size, measured, strategy, *CASES[case]), totals=CASES[case][3].reduces)
+
+
+def offloaded(strategy: Strategy, policy: eb.Policy | None, low: bool, transform: Any) -> tuple[Any, Any]:
+    """What is planned on the host, and what is there after two steps."""
+    with patch.object(host_state, "IN_TESTS", True), patch.object(host_state, "LENGTH", 1000):
+        torch.manual_seed(0)
+        model = Model().to(torch.bfloat16 if low else torch.float32)
+        stepper = FlatStepper(
+            model, transform, policy=policy, strategy=strategy, units=[Block], offload="state", mesh=mesh_of((2,))
+        )
+        for _ in range(2):
+            with stepper.microbatch(last=True):
+                model(torch.ones(2, 9, dtype=model.entry.weight.dtype)).float().square().mean().backward()
+            stepper.step()
+        own = stepper.engine.as_optimizer().own
+        found, segments = stepper.plan(), [one.of.segment for one in own.stepped]
+        assert own.hosts is not None
+        (host,) = own.hosts.values()
+        there: Counter[str] = Counter()
+        for one in segments:
+            is_main = any(part.name == "main" for part in one.stored.params.parts())
+            there["main parameters" if is_main else "compensation"] += nbytes(one.state.extra)
+            there.update(state_bytes(one.state.inner, counters=one.state.step.nbytes))
+        counters = there.pop("counters")
+        assert found.persistent["staging"] == host.nbytes
+        assert found.persistent_bytes == sum(found.persistent.values())
+        if strategy != "optim_grads_params":
+            assert found.persistent["counters"] == counters
+        assert "host" in str(found)
+    return found.host, {name: size for name, size in there.items() if size}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    [*itertools.product(("no_shard", "optim"), (0, 3, 6, 7, 9)), *(("optim_grads_params", case) for case in (0, 3, 6))],
+)
+@pytest.mark.sampled(4)
+def test_state_on_the_host_is_planned_to_the_byte(strategy: Strategy, case: int) -> None:
+    policy, low, _, transform = CASES[case]
+    for planned, there in run(2, offloaded, strategy, policy, low, transform):
+        assert planned == there
 
 
 @pytest.mark.exhaustive

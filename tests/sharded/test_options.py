@@ -107,11 +107,9 @@ def test_options_do_not_change_and_refuse_by_name() -> None:
         StepperOptions(strategy="zero")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="outer: got 'optim' with strategy='optim_grads'"):
         StepperOptions(strategy="optim_grads", outer="optim")
-    unknown: Any = {"offload": True}
+    unknown: Any = {"zero": True}
     for call in (FlatStepper, plan):
-        with pytest.raises(
-            TypeError, match="offload: is no option of a stepper; accepted are strategy, outer, divisor"
-        ):
+        with pytest.raises(TypeError, match="zero: is no option of a stepper; accepted are strategy, outer, divisor"):
             call(model(), eb.adamw(), **unknown)
         with pytest.raises(TypeError, match=r"options: got 'LEAN_BF16'; accepted are StepperOptions\(...\), or None"):
             call(model(), eb.adamw(), "LEAN_BF16")  # type: ignore[arg-type]

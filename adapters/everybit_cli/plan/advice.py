@@ -111,14 +111,15 @@ def reasons(choices: Sequence[Planned], best: Planned, budget: int, ranks: int, 
         for one in choices
         if one.policy == best.policy and one.plan.wire_bytes < plan.wire_bytes
     ]
+    kept = ", offload='state'" * (best.plan.host_bytes > 0)
     written = f"eb.policies.{best.policy}" if best.policy in eb.policies.PRESETS else f'load_policy("{best.policy}...")'
     if ranks > 1:
-        code = f"FlatStepper(model, {optimizer.code}, policy={written}, strategy={best.strategy!r}, units=[...])"
+        code = f"FlatStepper(model, {optimizer.code}, policy={written}, strategy={best.strategy!r}, units=[...]{kept})"
     elif optimizer.shown == "adamw":
-        code = f"AdamW(model.parameters(), policy={written})"
+        code = f"AdamW(model.parameters(), policy={written}{kept})"
     else:
         given = "".join(f", {name}={value!r}" for name, value in optimizer.given.items())
-        code = f"create({optimizer.entry.name!r}, model, policy={written}{given})"
+        code = f"create({optimizer.entry.name!r}, model, policy={written}{given}{kept})"
     return [*said, f"As code: {code}"]
 
 

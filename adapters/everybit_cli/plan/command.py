@@ -91,7 +91,9 @@ def _planned(options: PlanOptions, chosen: Subject, name: str, strategy: Strateg
 
     def of_rank(rank: int) -> Plan:
         outer = options.outer_strategy if strategy == "optim_grads_params" else "no_shard"
-        settings = StepperOptions(policy=chosen.policies[name], strategy=strategy, outer=outer, units=chosen.units)
+        settings = StepperOptions(
+            policy=chosen.policies[name], strategy=strategy, outer=outer, units=chosen.units, offload=options.offload
+        )
         return plan(
             chosen.model, chosen.optimizer.algorithm.transform(), settings, ranks=(options.outer, ranks), rank=rank,
             microbatches=options.microbatches, device=options.device,
@@ -124,7 +126,8 @@ def _sheet(rows: list[Planned], budget: int | None) -> Sheet:
         " Activations and buffers are not counted. (optim_grads_params: transient is an estimate.)"
         + ("" if budget is None else " What exceeds the budget is in brackets.")
     )
-    heads = ("bytes/\nparam", "model", "main,\nrest", "grads", "state", "kept", "tran-\nsient", "sent")
+    heads = ["bytes/\nparam", "model", "main,\nrest", "grads", "state", "kept", "tran-\nsient", "sent"]
+    heads += ["host"] * any(row.plan.host for row in rows)
     sheet = Sheet(("", *heads), caption=caption)
     previous = ""
     for row in rows:
@@ -137,7 +140,8 @@ def _sheet(rows: list[Planned], budget: int | None) -> Sheet:
         state = sum(nbytes for name, nbytes in found.items() if name not in known)
         sizes = (found.get("parameters", 0), beside, found.get("gradients", 0), state, row.plan.persistent_bytes)
         transient = max(row.plan.transient.values())
-        cells = (_in_units(size, nbytes) for nbytes in (*sizes, transient, row.plan.wire_bytes))
+        host = [row.plan.host_bytes] * ("host" in heads)
+        cells = (_in_units(size, nbytes) for nbytes in (*sizes, transient, row.plan.wire_bytes, *host))
         name = row.strategy if budget is None or row.plan.peak_bytes <= budget else f"({row.strategy})"
         sheet.rows.append((name, f"{row.plan.bytes_per_param:.2f}", *cells))
     return sheet
@@ -153,7 +157,7 @@ def _record(row: Planned, budget: int | None) -> dict[str, Any]:
     record = {
         "policy": row.policy, "strategy": row.strategy, "parameters": found.parameters, "padding": found.padding,
         "bytes_per_param": found.bytes_per_param, "persistent": dict(found.persistent), "transient": dict(found.transient),
-        "wire": dict(found.wire), "persistent_bytes": found.persistent_bytes, "peak_bytes": found.peak_bytes,
+        "wire": dict(found.wire), "host": dict(found.host), "persistent_bytes": found.persistent_bytes, "peak_bytes": found.peak_bytes,
         "wire_bytes": found.wire_bytes, "whole_tensors": None if found.whole_tensors is None else asdict(found.whole_tensors),
     }  # fmt: skip
     return record if budget is None else record | {"fits": found.peak_bytes <= budget}

@@ -17,6 +17,7 @@ from everybit_cli.optimizers import Chosen, named_optimizer
 from everybit_cli.output import Output
 from everybit_cli.plan.advice import parsed_size
 from everybit_cli.policies import named_policy
+from everybit_torch.segments import Offload
 from everybit_torch.sharded.labelling import AnyPrecision
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
@@ -94,6 +95,9 @@ class PlanOptions(Output):
 
     device: Literal["cuda", "cpu"] = "cuda"
     """Device of the training run; a step on a CPU works on smaller pieces at a time."""
+
+    offload: Offload | None = None
+    """state: the optimizer's state lies in the host's memory, and two pieces of it on the device."""
 
     memory: str | None = None
     """Memory of one rank's device, to be advised: a number with GB (1000**3 bytes) or GiB (1024**3)."""

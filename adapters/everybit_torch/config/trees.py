@@ -18,7 +18,7 @@ from everybit_torch.config.algorithms import ALGORITHM, AdamWConfig, Algorithm
 from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, require_matches
 from everybit_torch.config.reader import Kinds, Reader
 from everybit_torch.optim import TorchOptimizer
-from everybit_torch.segments import Compile, WatchedDType
+from everybit_torch.segments import Compile, Offload, WatchedDType
 from everybit_torch.sharded.strategies import PlainOptions
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class OptimizerConfig:
         seed: The seed of stochastic rounding.
         unsafe: The handling of a policy under which a slot of the state would stop moving.
         watch: The dtype in which changes of weights are noted, for ``take_changed()``.
+        offload: ``"state"``: state lies in the host's memory, and is stepped on the device.
 
     Raises:
         ValueError: A name of no preset.
@@ -57,6 +58,7 @@ class OptimizerConfig:
     seed: int = 0
     unsafe: Unsafe = "refuse"
     watch: WatchedDType | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", with_name_resolved(self.policy))
@@ -82,7 +84,7 @@ class OptimizerConfig:
         return self.algorithm.build(
             [group for group in groups if group["params"]], model,
             policy=_policy(self.policy), compile=self.compile,
-            metrics=self.metrics, seed=self.seed, unsafe=self.unsafe, watch=self.watch,
+            metrics=self.metrics, seed=self.seed, unsafe=self.unsafe, watch=self.watch, offload=self.offload,
         )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from everybit_torch.arguments import torch_defaults
 from everybit_torch.compiled import Factory
 from everybit_torch.drop_ins import adam, adaptive, momentum
 from everybit_torch.embeddings import FactoryForModel, embeddings_of, policy_with_embeddings
-from everybit_torch.optim import Offload, Params, TorchOptimizer, named_by
-from everybit_torch.segments import Compile, WatchedDType
+from everybit_torch.optim import Params, TorchOptimizer, named_by
+from everybit_torch.segments import Compile, Offload, WatchedDType
 
 Choice = Literal[
     "alone", "both", "cautious", "columns", "columns_then_rows", "corrected", "coupled", "decoupled", "directions", "exact",

@@ -11,8 +11,8 @@ from torch import Tensor
 from everybit.policies import PolicyOrName
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import ImplementationArguments
-from everybit_torch.optim import Offload, TorchOptimizer
-from everybit_torch.segments import Compile, WatchedDType
+from everybit_torch.optim import TorchOptimizer
+from everybit_torch.segments import Compile, Offload, WatchedDType
 from everybit_torch.torch_internals.light_optimizer import hooks_of
 
 IMPLEMENTATION: Mapping[str, Any] = {"foreach": None, "capturable": False, "differentiable": False}

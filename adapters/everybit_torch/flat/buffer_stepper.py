@@ -66,6 +66,7 @@ class BufferStepper(GradientCycle):
             clear=self.zero_grad,
             replacing=self._replacing,
             watch=options.watch,
+            offload=options.offload,
             regions={
                 place.spec.name: Region((place.numel,), (place.offset,), (place.spec.numel,))
                 for buffer in self.buffers

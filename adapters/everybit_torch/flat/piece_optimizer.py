@@ -13,7 +13,7 @@ from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, spread
 from everybit_torch.optim import Group, GroupMaker, Region, TorchOptimizer, evaluating
-from everybit_torch.segments import Compile, WatchedDType
+from everybit_torch.segments import Compile, Offload, WatchedDType
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.numbers_inside import WithNumbers, hyperparameter_fields, hyperparameters
 
@@ -73,6 +73,7 @@ class ShareOptimizer(TorchOptimizer):
         clear: Discards the gradients of a cycle.
         replacing: The context in which this rank's weights and state are replaced.
         watch: See :class:`~everybit_torch.TorchOptimizer`.
+        offload: See there.
         regions: Where this rank's part of each parameter lies in the whole, by name; None: the parts are DTensors, which say it.
     """
 
@@ -89,6 +90,7 @@ class ShareOptimizer(TorchOptimizer):
         clear: Callable[[], None],
         replacing: Callable[[], AbstractContextManager[None]],
         watch: WatchedDType | None = None,
+        offload: Offload | None = None,
         regions: Mapping[str, Region] | None = None,
     ) -> None:
         self._regions = regions
@@ -105,7 +107,7 @@ class ShareOptimizer(TorchOptimizer):
             }
             for label, one in labelled.meaning.items()
         ]
-        super().__init__(given, groups, seed=seed, watch=watch)
+        super().__init__(given, groups, seed=seed, watch=watch, offload=offload)
         self._is_made = True
         self.defaults |= dict.fromkeys((*names, "label"))  # schedulers look for what they may change
         self.own.number_elements(parameters.values())

@@ -63,6 +63,7 @@ class FSDP2Stepper(GradientCycle):
             clear=self.zero_grad,
             replacing=self._replacing,
             watch=options.watch,
+            offload=options.offload,
         )
 
     @property

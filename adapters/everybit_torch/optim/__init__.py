@@ -17,7 +17,7 @@ from everybit_torch.optim.state_dicts.full_precision import (
 from everybit_torch.optim.state_dicts.full_weights import FLOATS
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
 from everybit_torch.optim.state_dicts.state_schema import as_count, require_tensor
-from everybit_torch.optim.torch_optimizer import Offload, TorchOptimizer
+from everybit_torch.optim.torch_optimizer import TorchOptimizer
 from everybit_torch.optim.watching import require_watched
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Group",
     "GroupMaker",
     "LoadReport",
-    "Offload",
     "Own",
     "Params",
     "Region",

@@ -219,13 +219,7 @@ class Parameters:
         for parameter in () if self.hosts is None else parameters_of(param_groups):
             require_streams(local(parameter).device)
         present = [group.optimizers for group in self.groups] if optimizers is None else optimizers
-        plan = planned(self._settled, self._counted, self._firsts, param_groups, wanted, present)
-        if self.hosts is not None and (visiting := [one.name for one in plan.new if one.rows is not None]):
-            raise ValueError(
-                f"{visiting[0]}: offload: got 'state' for a parameter that is stepped whole by an owner; accepted are transforms that may"
-                " be cut, whole parameters, and optimizer.offload() between steps."
-            )
-        return plan
+        return planned(self._settled, self._counted, self._firsts, param_groups, wanted, present)
 
     def carry_out(self, plan: StatePlan) -> None:
         """Give parameters state as planned.
@@ -288,7 +282,7 @@ class Parameters:
         whole = optimizer.needs_whole
         host = self._host_of(local(parameters[0]).device)
         if memory is not None:
-            of = Run(optimizer, parameters, firsts, memory)
+            of = Run(optimizer, parameters, firsts, memory, host)
         elif len(new) == 1 and (whole or local(parameters[0]).is_contiguous()):
             of = Single.new(optimizer, parameters[0], firsts[0], parameters[0] in self.parts, host)
         else:
@@ -313,7 +307,8 @@ class Parameters:
             group = self.groups[one.group]
             watched = None if self.watch is None else Watched.of(local(one.parameter), self.watch.dtype)
             optimizer = group.decided(one.parameter.dtype, one.decision)
-            visitor = Visitor(one.parameter, optimizer, one.first, watched=watched)
+            host = self._host_of(local(one.parameter).device)
+            visitor = Visitor(one.parameter, optimizer, one.first, watched=watched, host=host)
             members.append(Visited(group, one.decision, one.name, visitor))
             group.steps[one.parameter.dtype].elements += local(one.parameter).numel()
         self.visiting.append(Visiting(members, rows))

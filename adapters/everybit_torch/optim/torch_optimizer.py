@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, cast, overload
+from typing import Any, ClassVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -33,13 +33,10 @@ from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import Saved, read
 from everybit_torch.optim.states import ParameterState, States, state_replaced
 from everybit_torch.optim.watching import Watch, require_watched
-from everybit_torch.segments import Compile, WatchedDType, require_compile
+from everybit_torch.segments import Compile, Offload, WatchedDType, require_compile, require_offload
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import is_dtensor
 from everybit_torch.torch_internals.light_optimizer import LightOptimizer
-
-Offload = Literal["state"]
-"""What lies in the host's memory."""
 
 
 class TorchOptimizer(LightOptimizer):
@@ -106,8 +103,7 @@ class TorchOptimizer(LightOptimizer):
         **hyperparameters: Any,
     ) -> None:
         require_compile(compile)
-        if offload not in (None, "state"):
-            raise ValueError(f"offload: got {offload!r}; accepted are 'state' and None.")
+        require_offload(offload)
         watch = require_watched(watch)
         kind = type(self).__name__
         if not isinstance(factory, GroupMaker):

@@ -6,7 +6,7 @@ Every rank calls these functions, in the same order: rows travel to the owners, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -216,7 +216,7 @@ class Visiting:
             if one.visitor.segment is not None:
                 here = local(one.parameter)
                 zeros = torch.zeros(one.parameter.shape, dtype=here.dtype, device=here.device)
-                self._replace(one, Segment.new(one.optimizer, zeros, one.visitor.first))
+                self._replace(one, Segment.new(one.optimizer, zeros, one.visitor.first, host=one.visitor.host))
                 one.visitor.leave()
 
     def _replace(self, one: Visited, segment: Segment) -> None:
@@ -231,7 +231,7 @@ class Visiting:
                 one.visitor.first = firsts[one.parameter]
                 old = one.visitor.segment
                 if old is not None:
-                    self._replace(one, Segment(old.optimizer, old.tensor, old.state, one.visitor.first))
+                    self._replace(one, replace(old, first=one.visitor.first))
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ import everybit as eb
 from everybit.combinators import step_cost
 from everybit_torch.collectives import AllToAll, Communicator
 from everybit_torch.placements import row_edges
-from everybit_torch.segments import Segment, Watched
+from everybit_torch.segments import HostMemory, Segment, Watched
 from everybit_torch.torch_internals.dtensors import local
 
 ROUND = 1 << 24
@@ -40,6 +40,7 @@ class Visitor:
         owner: The replica and the rank of the owner.
         segment: The whole parameter at its owner, between steps without its weights; None at other ranks.
         watched: Where steps note which weights of this rank's rows they change; None: nowhere.
+        host: The host's memory in which the state lies at the owner; None: on the device.
     """
 
     parameter: Tensor
@@ -48,6 +49,7 @@ class Visitor:
     owner: tuple[int, int] = (0, 0)
     segment: Segment | None = None
     watched: Watched | None = None
+    host: HostMemory | None = None
     _shadow: Segment | None = None
 
     def shadow(self) -> Segment:
@@ -97,6 +99,7 @@ class Visits:
         elements: int | None = None,
     ) -> None:
         self.visitors, self.shards, self.copies = list(visitors), shards, copies
+        self._device = local(self.visitors[0].parameter).device
         self.replicas = 1 if copies is None else copies.size
         self.here = (0 if copies is None else copies.rank, shards.rank)
         owners = [(replica, rank) for replica in range(self.replicas) for rank in range(shards.size)]
@@ -108,7 +111,7 @@ class Visits:
             for together in self._rounds:
                 sent = self._travel(together, "weights", {one: local(one.parameter).detach() for one in together})
                 for one, whole in sent.received():
-                    one.segment = Segment.new(one.optimizer, whole, one.first)
+                    one.segment = Segment.new(one.optimizer, whole, one.first, host=one.host)
                     one.leave()
 
     def _travel(self, together: Sequence[Visitor], what: str, rows: Mapping[Visitor, Tensor]) -> _Travel:
@@ -151,9 +154,14 @@ class Visits:
             grads: Of this rank's rows, in their shapes. All ranks have one for the same parameters.
             step: Steps a whole parameter in place.
         """
+        host = self.visitors[0].host
         for together, arrived in self._arrivals(grads):
+            if host is not None:
+                host.begin([whole.segment for whole in arrived.values()])
             for whole in arrived.values():
                 step(whole.segment, whole.grad)
+            if host is not None:
+                host.finish()
             self._return(together, [*arrived])
 
     def _arrivals(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[list[Visitor], dict[Visitor, Arrived]]]:
@@ -193,7 +201,7 @@ class Visits:
         for together in self._rounds if weights else [self.visitors]:
             for one in self._visit(together, weights=weights):
                 assert one.segment is not None
-                made[one] = of(one.segment)
+                made[one] = {name: x.to(self._device) for name, x in of(one.segment).items()}
                 if weights:
                     one.leave()
         found: dict[Visitor, dict[str, Tensor]] = {one: {} for one in self.visitors}

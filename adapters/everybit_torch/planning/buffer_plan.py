@@ -18,7 +18,7 @@ from everybit_torch.collectives import GradientWires
 from everybit_torch.compiled import is_number
 from everybit_torch.flat import Buffer
 from everybit_torch.planning.allocations import AllocationCounter
-from everybit_torch.planning.report import Plan, PlannedRun, distribution, in_order, kept_by
+from everybit_torch.planning.report import Plan, PlannedRun, distribution, kept_by, placed
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction, sent_by_sum
 from everybit_torch.segments import PIECE, Segment, Work, find_totals, indices, most_short, neighbours, piece_size
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
@@ -65,15 +65,16 @@ class _Part:
                 first = indices(lengths[where], firsts[where], block, torch.device("meta"))
             yield (min(-(-(end - begin) // block) * block, max(self.share - begin, 0)),), first
 
-    def persistent(self) -> Counter[str]:
-        """Bytes between steps, by use."""
-        found: Counter[str] = Counter()
+    def segments(self) -> list[Segment]:
+        """Make its segments, without memory. No random bits are drawn, so that elements need no indices."""
         optimizer = self.optimizer()
-        for shape, first in self.stepped():
-            state = optimizer.init([torch.empty(shape, dtype=self.dtype, device="meta")])
-            found.update(kept_by(state, self.resolved))
-            found["bookkeeping"] += torch.int64.itemsize if isinstance(first, int) else nbytes(first)
-        return found
+        tensors = [torch.empty(shape, dtype=self.dtype, device="meta") for shape, _ in self.stepped()]
+        return [Segment(optimizer, x, optimizer.init([x])) for x in tensors]
+
+    def bookkeeping(self) -> int:
+        """Bytes of the indices of elements."""
+        indices = [first for _, first in self.stepped()]
+        return sum(torch.int64.itemsize if isinstance(first, int) else nbytes(first) for first in indices)
 
 
 def plan_buffers(
@@ -90,7 +91,9 @@ def plan_buffers(
     kind, ranks = run.kind, run.ranks
     parts = [_Part(buffer, labelled, run) for buffer in buffers]
     persistent: Counter[str] = Counter()
+    state: Counter[str] = Counter()
     weights: Counter[str] = Counter()
+    segments: list[Segment] = []
     for name, p in parameters.items():
         if name not in labelled.of:
             persistent["parameters"] += p.nbytes
@@ -98,7 +101,11 @@ def plan_buffers(
     for one in parts:
         persistent["parameters"] += one.buffer.numel * one.dtype.itemsize
         persistent["gradients"] += (one.share if kind.grads else one.buffer.numel) * one.grads.main.itemsize
-        persistent.update(one.persistent())
+        own = one.segments()
+        segments += own
+        for segment in own:
+            state.update(kept_by(segment.state, one.resolved))
+        persistent["bookkeeping"] += one.bookkeeping()
         if run.watched:
             persistent["changed"] += sum(math.prod(shape) for shape, _ in one.stepped())
         weights[short(one.resolved.params)] += sum(place.numel for place in one.buffer.places)
@@ -110,11 +117,12 @@ def plan_buffers(
     if run.metrics:
         persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
     transient = {"forward": 0, "backward": _under_way(parts, run), "step": _step(parts, run)}
+    here, host = placed(persistent, state, segments, run)
     filled = sum(place.numel for buffer in buffers for place in buffer.places)
     return Plan(
         kind, ranks, sum(p.numel() for p in parameters.values()), sum(b.numel for b in buffers) - filled,
-        in_order(persistent), transient, _wire(parts, run), run.microbatches, dict(weights),
-        distribution(buffers, ranks.inner) if kind.state else None,
+        here, transient, _wire(parts, run), run.microbatches, dict(weights),
+        distribution(buffers, ranks.inner) if kind.state else None, host,
     )  # fmt: skip
 
 

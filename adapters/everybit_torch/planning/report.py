@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from everybit.policies import Resolved
 from everybit.stepping import OptimizerState, nbytes, state_bytes
 from everybit_torch.flat import Buffer
+from everybit_torch.segments import Segment, staging_bytes
 from everybit_torch.sharded.strategies import Sharding
 
 
@@ -37,6 +38,7 @@ class PlannedRun:
         compile: Whether they are compiled.
         device: On which they are.
         watched: Whether changes of weights are noted.
+        offloaded: Whether state lies in the host's memory.
     """
 
     kind: Sharding
@@ -46,6 +48,7 @@ class PlannedRun:
     compile: bool
     device: torch.device
     watched: bool = False
+    offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,8 @@ class WholeShares:
 
     Attributes:
         tensors: How many there are.
-        work: Of each rank, by the transform's own account: multiply-adds of Muon's iteration, or else elements.
-        elements: Of each rank.
+        work: The work of each rank, by the transform's own account: multiply-adds of Muon's iteration, or else elements.
+        elements: The elements of each rank.
     """
 
     tensors: int
@@ -107,7 +110,8 @@ class Plan:
         parameters: Elements of the whole model.
         padding: Elements of all buffers that belong to no parameter.
         persistent: Bytes between steps, by use: ``parameters``, ``compensation`` or ``main parameters``, ``gradients``, each slot
-            (``momentum``, ``variance``), ``changed`` with ``watch``, ``counters``, ``bookkeeping``.
+            (``momentum``, ``variance``), ``changed`` with ``watch``, ``counters``, ``bookkeeping``. With ``offload`` there is ``staging``,
+            the memory for two pieces of state, in place of slots and residuals. Of parameters that visit owners it is an estimate.
         transient: The largest temporaries on top of the persistent bytes, by phase: in ``forward`` the weights that FSDP2 gathers; in
             ``backward`` gradients under way, of all buffers at once; in ``step`` the temporaries of one piece. Under
             ``optim_grads_params`` FSDP2 allocates most of them, and they are estimates.
@@ -117,6 +121,7 @@ class Plan:
         weights: Elements of the whole model by the format of their weights, as code; ``"frozen"`` for frozen parameters.
         whole_tensors: How evenly tensors that must stay whole are distributed over the ranks; None without such tensors, or if no tensor is
             sharded.
+        host: Bytes in the host's memory, by use: with ``offload`` slots and residuals.
     """
 
     sharding: Sharding
@@ -129,10 +134,11 @@ class Plan:
     microbatches: int = field(default=1)
     weights: Mapping[str, int] = field(default_factory=dict)
     whole_tensors: WholeShares | None = field(default=None)
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def persistent_bytes(self) -> int:
-        """The sum of all bytes that persist between steps."""
+        """The sum of all bytes that persist between steps, without those of ``host``."""
         return sum(self.persistent.values())
 
     @property
@@ -144,6 +150,11 @@ class Plan:
     def wire_bytes(self) -> int:
         """The sum of all bytes that are sent in a step."""
         return sum(self.wire.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """The sum of all bytes in the host's memory."""
+        return sum(self.host.values())
 
     @property
     def bytes_per_param(self) -> float:
@@ -164,6 +175,7 @@ class Plan:
             ("persistent", "", self.persistent_bytes, self.persistent),
             ("transient", how, most, self.transient),
             ("wire", a_step, self.wire_bytes, self.wire),
+            *([("host", "", self.host_bytes, self.host)] if self.host else []),
         ):
             rows = [(kind, note, total), *(("", name, size) for name, size in parts.items())]
             lines += [f"  {kind:<11}{name:<24}{size:>20,} bytes" for kind, name, size in rows]
@@ -176,6 +188,24 @@ def in_order(persistent: Mapping[str, int]) -> dict[str, int]:
     slots = [name for name in persistent if name not in (*first, *last)]
     named = [*(name for name in first if persistent.get(name)), *slots, *last]
     return {name: persistent.get(name, 0) for name in named}
+
+
+def placed(
+    persistent: Counter[str], state: Counter[str], segments: Iterable[Segment], run: PlannedRun
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return bytes by use, where the model lies and in the host's memory.
+
+    Args:
+        persistent: Without the state.
+        state: Those of the state.
+        segments: The rank's; may be on the meta device.
+        run: Says whether state lies in the host's memory.
+    """
+    if not run.offloaded:
+        return in_order({**state, **persistent}), {}
+    host = {name: size for name, size in state.items() if size and name != "counters"}
+    staging = staging_bytes(segments)
+    return in_order({**persistent, "staging": staging, "counters": state["counters"]}), host
 
 
 def kept_by(state: OptimizerState[Any], formats: Resolved) -> Counter[str]:

@@ -16,9 +16,9 @@ from everybit.policies import resolve, short
 from everybit.stepping import Metrics, OptimizerState, nbytes
 from everybit_torch.collectives import GradientWires
 from everybit_torch.placements import row_edges
-from everybit_torch.planning.report import Plan, PlannedRun, Ranks, in_order, kept_by
+from everybit_torch.planning.report import Plan, PlannedRun, Ranks, kept_by, placed
 from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction
-from everybit_torch.segments import PIECE
+from everybit_torch.segments import PIECE, Segment, most_short
 from everybit_torch.sharded.labelling import Labelled
 from everybit_torch.sharded.strategies import Sharding
 
@@ -41,6 +41,8 @@ def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], label
     weights: Counter[str] = Counter()  # bytes of a unit, gathered
     gradients: Counter[str] = Counter()  # elements that a rank keeps of a unit's
     grads: dict[str, GradientWires] = {}
+    state: Counter[str] = Counter()
+    stepped = _PlannedSegments(run.device)
     largest = padding = 0
     for name, p in parameters.items():
         shape, unit = tuple(p.shape) or (1,), homes[name]
@@ -57,8 +59,9 @@ def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], label
         formats[short(resolved.params)] += p.numel()
         grads[unit] = GradientWires.of(resolved, ranks.inner, ranks.outer)
         gradients[unit] += padded
-        whole = torch.empty(shape, dtype=p.dtype, device="meta")
-        persistent.update(kept_by(_state(eb.Optimizer(one.transform, one.policy), whole, kind, ranks), resolved))
+        whole, optimizer = torch.empty(shape, dtype=p.dtype, device="meta"), eb.Optimizer(one.transform, one.policy)
+        state.update(kept_by(_state(optimizer, whole, kind, ranks), resolved))
+        stepped.add(labelled.of[name], optimizer, whole, _rows(shape[0], kind, ranks))
         if run.watched:
             persistent["changed"] += _rows(shape[0], kind, ranks) * row
         largest = max(largest, _rows(shape[0], kind, ranks) * row)
@@ -66,6 +69,7 @@ def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], label
         persistent["gradients"] += ranks.outer * -(-numel // ranks.outer) * grads[unit].main.itemsize
     if run.metrics:
         persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
+    here, host = placed(persistent, state, stepped.segments(), run)
     own = weights[""]
     gathered = own + 2 * max((size for unit, size in weights.items() if unit), default=0)
     # The gradients that autograd has made and FSDP2's copy, in the model's dtype; the sent tensor; and the received tensor.
@@ -74,7 +78,7 @@ def plan_units(parameters: Mapping[str, Tensor], homes: Mapping[str, str], label
     transient = {"forward": gathered, "backward": gathered + max(sent, default=0), "step": step}
     total = sum(p.numel() for p in parameters.values())
     wire = _wire(weights, gradients, grads, run)
-    return Plan(kind, ranks, total, padding, in_order(persistent), transient, wire, run.microbatches, dict(formats))
+    return Plan(kind, ranks, total, padding, here, transient, wire, run.microbatches, dict(formats), host=host)
 
 
 def _rows(count: int, kind: Sharding, ranks: Ranks) -> int:
@@ -90,6 +94,37 @@ def _state(optimizer: eb.Optimizer[Any], whole: Tensor, kind: Sharding, ranks: R
     if not optimizer.needs_whole:
         return optimizer.init([whole[: _rows(len(whole), kind, ranks)].flatten()])
     return eb.tree.map(lambda x: x[: _rows(len(x), kind, ranks)] if x.ndim else x, optimizer.init([whole]))
+
+
+class _PlannedSegments:
+    """The segments of a rank: long rows by themselves, short rows together, and whole tensors at their owners.
+
+    Args:
+        device: The device of the run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._most_short = most_short(device)
+        self._alone: list[tuple[eb.Optimizer[Any], Tensor]] = []
+        self._together: dict[tuple[str, torch.dtype], tuple[eb.Optimizer[Any], int]] = {}
+
+    def add(self, label: str, optimizer: eb.Optimizer[Any], whole: Tensor, rows: int) -> None:
+        """Add a parameter, of which the rank has some rows."""
+        here = whole if optimizer.needs_whole else whole[:rows].flatten()
+        if optimizer.needs_whole or optimizer.per_tensor or here.numel() >= self._most_short:
+            self._alone.append((optimizer, here))
+            return
+        _, elements = self._together.get((label, whole.dtype), (optimizer, 0))
+        (stored,) = optimizer.formats([here])
+        numel = -(-here.numel() // stored.block) * stored.block
+        self._together[label, whole.dtype] = optimizer, elements + numel
+
+    def segments(self) -> list[Segment]:
+        """Make them, without memory."""
+        short = [
+            (one, torch.empty(numel, dtype=dtype, device="meta")) for (_, dtype), (one, numel) in self._together.items()
+        ]
+        return [Segment(one, x, one.init([x])) for one, x in (*self._alone, *short)]
 
 
 def _wire(

@@ -1,8 +1,8 @@
 """Segments: a tensor that is stepped at once, its state, and the places of its elements in the model."""
 
 from everybit_torch.segments.contiguous import Memory, Run, neighbours
-from everybit_torch.segments.host_state import HostState, require_streams
-from everybit_torch.segments.segment import PIECE, Segment, Watched, WatchedDType, piece_size, write
+from everybit_torch.segments.host_state import HostState, Offload, require_offload, require_streams, staging_bytes
+from everybit_torch.segments.segment import PIECE, HostMemory, Segment, Watched, WatchedDType, piece_size, write
 from everybit_torch.segments.short import Bucket, indices, is_short, most_short, upper_words
 from everybit_torch.segments.single import Places, Single
 from everybit_torch.segments.sources import Sources
@@ -13,8 +13,10 @@ __all__ = [
     "PIECE",
     "Bucket",
     "Compile",
+    "HostMemory",
     "HostState",
     "Memory",
+    "Offload",
     "Partial",
     "Places",
     "Run",
@@ -32,7 +34,9 @@ __all__ = [
     "neighbours",
     "piece_size",
     "require_compile",
+    "require_offload",
     "require_streams",
+    "staging_bytes",
     "upper_words",
     "write",
 ]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import everybit as eb
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.segment import HostMemory, Segment
 from everybit_torch.segments.short import Bucket, indices, upper_words
 from everybit_torch.segments.single import Places
 from everybit_torch.torch_internals.tensors import foreach_copy
@@ -62,10 +62,16 @@ class Run(Bucket):
         parameters: Vectors over the memory, in order.
         firsts: Global index of the first element of each.
         memory: Where they and their gradients lie.
+        host: The host's memory in which their state lies.
     """
 
     def __init__(
-        self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int], memory: Memory
+        self,
+        optimizer: eb.Optimizer[Any],
+        parameters: Sequence[Tensor],
+        firsts: Sequence[int],
+        memory: Memory,
+        host: HostMemory | None = None,
     ) -> None:
         begin = int(parameters[0].storage_offset())
         self.parameters, self._firsts, self.is_sharded = list(parameters), list(firsts), False
@@ -83,7 +89,7 @@ class Run(Bucket):
         vector = memory.weights[start:stop]
         has_indices = optimizer.draws_bits or block > 1
         first = indices([p.numel() for p in parameters], firsts, block, vector.device) if has_indices else firsts[0]
-        self.segment = Segment.new(optimizer, vector, first)
+        self.segment = Segment.new(optimizer, vector, first, host=host)
 
     def in_place(self) -> bool:
         """Whether all parameters have the memory that they had at first; the memory itself is stepped, whatever their shapes are."""

@@ -6,11 +6,12 @@ streams of their own, and the host's memory is pinned for them. The bits are tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ LENGTH = 1 << 25
 
 IN_TESTS = False
 """Whether devices without streams are accepted, where all of this is done with ordinary memory."""
+
+Offload = Literal["state"]
+"""What lies in the host's memory."""
 
 Step = Callable[[Segment, Tensor], Metrics | None]
 """Steps a piece, with its gradient."""
@@ -51,12 +55,24 @@ class StagedPiece:
     Attributes:
         where: Its elements.
         part: The piece with its state in the host's memory.
+        sizes: Bytes of each tensor of its state that has a number for elements.
         staged: The piece with its state in a slot, by number of the slot; and the memory.
     """
 
     where: slice
     part: Segment
+    sizes: list[int]
     staged: dict[int, tuple[list[Tensor], Segment]] = field(default_factory=dict)
+
+
+def require_offload(value: object) -> None:
+    """Refuse a value that names nothing which the host may keep.
+
+    Raises:
+        ValueError: Neither ``"state"`` nor None.
+    """
+    if value not in (None, "state"):
+        raise ValueError(f"offload: got {value!r}; accepted are 'state' and None.")
 
 
 def require_streams(device: torch.device) -> None:
@@ -112,6 +128,9 @@ class HostState:
         self._queue = [(segment, piece) for segment in segments for piece in self._pieces_of(segment)]
         self._at = self._sent = 0
         self._arrived = {}
+        sizes = _room_for(piece.sizes for _, piece in self._queue)
+        for slot in self._slots[: len(self._queue)]:
+            self._enlarge(slot, sizes)
         self._send()
 
     def step(self, segment: Segment, grad: Tensor, step: Step) -> Metrics | None:
@@ -174,7 +193,7 @@ class HostState:
 
     def _staged(self, piece: StagedPiece, number: int, segment: Segment) -> Segment:
         """A piece with its state in a slot."""
-        memory = self._with_room(self._slots[number], [x.nbytes for _, x in _tensors(piece.part, piece.part)])
+        memory = self._slots[number].memory[: len(piece.sizes)]
         known = piece.staged.get(number)
         if known is not None and all(map(is_, known[0], memory)):
             return known[1]
@@ -189,21 +208,21 @@ class HostState:
         piece.staged[number] = [*memory], staged
         return staged
 
-    def _with_room(self, slot: _StagingSlot, sizes: Sequence[int]) -> list[Tensor]:
-        """A slot's memory, with at least so many bytes for each tensor. What uses the memory that it replaces is done then."""
+    def _enlarge(self, slot: _StagingSlot, sizes: Sequence[int]) -> None:
+        """Let a slot have at least so many bytes for each tensor. What uses the memory that it replaces is done then."""
         short = [n for n, size in enumerate(sizes) if n >= len(slot.memory) or slot.memory[n].numel() < size]
         if short and self._leaving is not None:
             self._leaving.synchronize()
         for number in short:
             room = torch.empty(sizes[number], dtype=torch.uint8, device=self._device)
             slot.memory[number : number + 1] = [room]
-        return slot.memory[: len(sizes)]
+            slot.free = streams.mark(self._device)  # until then a kernel may use what this memory was before
 
     def _pieces_of(self, segment: Segment) -> list[StagedPiece]:
         """The pieces of a segment, which are found anew when it has other memory or another optimizer."""
         made_of = (segment.state, segment.tensor, segment.optimizer, segment.first)
         if segment.pieces_on_host is None or not all(map(is_, segment.pieces_on_host[0], made_of)):
-            pieces = [StagedPiece(where, part) for where, part in segment.pieces(self._length)]
+            pieces = [StagedPiece(where, part, _sizes(part)) for where, part in segment.pieces(self._length)]
             segment.pieces_on_host = made_of, pieces
         return segment.pieces_on_host[1]
 
@@ -212,6 +231,24 @@ class HostState:
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else streams.working_on(stream)
+
+
+def staging_bytes(segments: Iterable[Segment]) -> int:
+    """Return the bytes that a device has for two pieces of these segments, of which it needs no memory."""
+    sizes = [_sizes(part) for segment in segments for _, part in segment.pieces(LENGTH)]
+    return min(2, len(sizes)) * sum(_room_for(sizes))
+
+
+def _sizes(segment: Segment) -> list[int]:
+    return [x.nbytes for _, x in _tensors(segment, segment)]
+
+
+def _room_for(pieces: Iterable[Sequence[int]]) -> list[int]:
+    """The bytes for each tensor with which any of these pieces has room."""
+    found: list[int] = []
+    for sizes in pieces:
+        found = [max(pair) for pair in zip_longest(found, sizes, fillvalue=0)]
+    return found
 
 
 def _tensors(one: Segment, other: Segment) -> list[tuple[Tensor, Tensor]]:

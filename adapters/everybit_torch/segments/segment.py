@@ -119,8 +119,16 @@ class HostMemory(Protocol):
         """Return memory on the host."""
         ...
 
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Let the state of the first of these segments be on its way. They are stepped in this order."""
+        ...
+
     def step(self, segment: Segment, grad: Tensor, step: Callable[[Segment, Tensor], Metrics | None]) -> Metrics | None:
         """Step a segment whose state lies there."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the new state is in the host's memory."""
         ...
 
 

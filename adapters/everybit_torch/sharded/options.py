@@ -14,7 +14,7 @@ from everybit.combinators import needs_whole_tensors
 from everybit.stepping import Unsafe, with_policy
 from everybit_torch.collectives import Mesh
 from everybit_torch.optim import require_float64, require_watched
-from everybit_torch.segments import WatchedDType
+from everybit_torch.segments import Offload, WatchedDType, require_offload, require_streams
 from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels
 from everybit_torch.sharded.models import Ignored, UnitModules, require_free
 from everybit_torch.sharded.reports import NanCheck
@@ -37,6 +37,7 @@ class StepperKeywords(TypedDict, total=False):
     seed: int
     unsafe: Unsafe
     watch: WatchedDType | None
+    offload: Offload | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class StepperOptions(PlainOptions):
         ignored: Parameters, modules with all their parameters, and names of either, that are not managed: not sharded, stepped or
             synchronized; their gradients stay in ``.grad``. State dicts and checkpoints include them.
 
-    ``strategy``, ``outer``, ``divisor``, ``nan``, ``compile``, ``seed``, ``unsafe`` and ``watch`` are described with
+    ``strategy``, ``outer``, ``divisor``, ``nan``, ``compile``, ``seed``, ``unsafe``, ``watch`` and ``offload`` are described with
     :class:`PlainOptions`, which :class:`everybit_torch.config.StepperConfig` shares. A ``strategy`` may be the number of a ZeRO stage:
     0 to 3.
 
@@ -77,6 +78,7 @@ class StepperOptions(PlainOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", sharding(self.strategy, self.outer).strategy)
         object.__setattr__(self, "watch", require_watched(self.watch))
+        require_offload(self.offload)
         if isinstance(self.ignored, Iterator):  # model.adapter.parameters(), say, and options are used several times
             object.__setattr__(self, "ignored", tuple(self.ignored))
 
@@ -126,7 +128,8 @@ class StepperOptions(PlainOptions):
             parameters: Those that are managed, by name.
 
         Raises:
-            ValueError: An unknown ``nan``, a model that another stepper steps, or a parameter that holds a gradient.
+            ValueError: An unknown ``nan``, a model that another stepper steps, or a parameter that holds a gradient. With ``offload`` a
+                parameter on a device without streams.
         """
         if self.nan not in ("off", "step", "param"):
             raise ValueError(f"nan: got {self.nan!r}; accepted are 'off', 'step', 'param'.")
@@ -137,6 +140,8 @@ class StepperOptions(PlainOptions):
                     f"{name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
                 )
             require_float64(parameter.device, "model")
+            if self.offload is not None:
+                require_streams(parameter.device)
 
     def require_safe(self, labelled: Labelled, parameters: Mapping[str, Tensor]) -> None:
         """Refuse policies that cannot work, see :func:`everybit.with_policy`, and transforms with state that no policy stores.

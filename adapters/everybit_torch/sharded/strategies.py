@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from everybit.base import require_word
 from everybit.stepping import Unsafe
-from everybit_torch.segments import WatchedDType
+from everybit_torch.segments import Offload, WatchedDType
 from everybit_torch.sharded.reports import NanCheck
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -35,6 +35,7 @@ class PlainOptions:
         seed: The seed of stochastic rounding; the same on every rank.
         unsafe: The treatment of a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
         watch: The dtype in which changes of weights are noted, for ``take_changed()``; see :class:`~everybit_torch.TorchOptimizer`.
+        offload: ``"state"``: state lies in the host's memory, and is stepped on the device; see there.
     """
 
     strategy: Strategy = "optim"
@@ -45,6 +46,7 @@ class PlainOptions:
     seed: int = 0
     unsafe: Unsafe = "refuse"
     watch: WatchedDType | None = None
+    offload: Offload | None = None
 
 
 @dataclass(frozen=True, slots=True)

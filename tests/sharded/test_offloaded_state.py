@@ -1,8 +1,10 @@
-"""State of FSDP2's rows in the host's memory has the bits of a step without it. Here without a device, and its copies."""
+"""State of shards in the host's memory has the bits of a step without it. Here without a device, and its copies."""
 
 from __future__ import annotations
 
 import copy
+import math
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +14,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from everybit_torch import TorchOptimizer, create
+import everybit as eb
+from everybit.policies import PolicyName
+from everybit_torch import FlatStepper, TorchOptimizer, create, load_sharded, save_sharded
 from everybit_torch.segments import host_state
+from everybit_torch.sharded.strategies import Strategy
 from everybit_torch.torch_internals.dtensors import with_part
-from tests.support.exact_models import mesh_of, weights_of
+from tests.support.exact_models import Cells, mesh_of, train, weights_of
 from tests.support.ranks import run
 from tests.support.weights import equal
 
@@ -54,10 +59,11 @@ def on_rows() -> None:
                 assert mine.keys() == theirs.keys()
                 for key, x in theirs.items():
                     assert torch.equal(*(y.to_local() if isinstance(y, DTensor) else y for y in (mine[key], x)))
-        with pytest.raises(ValueError, match="offload: got 'state' for a parameter that is stepped whole"):
-            stepped("muon", models[0], 1, offload="state")
+        owned = stepped("muon", models[0], 4, offload="state")
+        assert owned.bytes_table()["host"] > 0
         stepped("muon", models[1], 4)
         stepped("muon", models[2], 4, compile=False)
+        assert equal(weights_of(models[0]), weights_of(models[2]))
         assert equal(weights_of(models[1]), weights_of(models[2]))
     weight: Any = models[0][0].weight
     part = torch.arange(float(weight.to_local().numel())).view(weight.to_local().shape)
@@ -70,3 +76,52 @@ def on_rows() -> None:
 
 def test_rows_have_the_bits_of_a_step_without_it() -> None:
     run(2, on_rows)
+
+
+def make(name: str) -> Any:
+    of = {
+        "adamw": eb.chain(eb.clip_by_global_norm(0.5), eb.adamw(1e-2)),
+        "muon": eb.chain(eb.muon(1e-2), eb.clip_by_global_norm(0.5)),
+        "lamb": eb.lamb(1e-2),
+    }
+    return of[name]
+
+
+def of_steppers(strategy: Strategy, name: str, policy: PolicyName, shape: tuple[int, ...], folder: str) -> None:
+    """One with state on the host steps as one without, and each reads what the other saved."""
+    steppers = []
+    models = [Cells(torch.float32 if policy == "FP32" else torch.bfloat16) for _ in range(2)]
+    options: dict[str, Any] = {"policy": policy, "strategy": strategy, "units": [type(models[0].first)]}
+    options |= {"outer": "optim"} if len(shape) == 2 and strategy == "optim_grads_params" else {}
+    with patch.object(host_state, "IN_TESTS", True), patch.object(host_state, "LENGTH", 4):
+        for model, offload in zip(models, (None, "state"), strict=True):
+            steppers.append(FlatStepper(model, make(name), mesh=mesh_of(shape), offload=offload, **options))  # type: ignore[arg-type]
+        for step in range(6):
+            for stepper, model in zip(steppers, models, strict=True):
+                train(stepper, model, range(step, step + 1), 2)
+            assert equal(weights_of(models[0]), weights_of(models[1]))
+            if step in (1, 3):
+                one, other = steppers if step == 1 else reversed(steppers)
+                save_sharded(one, f"{folder}/{step}")
+                load_sharded(other, f"{folder}/{step}")
+        optimizer = steppers[1].as_optimizer()
+        assert optimizer.bytes_table()["host"] > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "policy", "shape"),
+    [
+        ("no_shard", "adamw", "LEAN_BF16", (2,)),
+        ("optim", "muon", "FLOOR_BF16", (3,)),
+        ("optim_grads", "lamb", "LEAN_8BIT", (2,)),
+        ("optim_grads", "adamw", "KAHAN_BF16", (2, 2)),
+        ("optim_grads_params", "adamw", "LEAN_8BIT", (2,)),
+        ("optim_grads_params", "muon", "LEAN_BF16", (3,)),
+        ("optim_grads_params", "lamb", "FP32", (2, 2)),
+    ],
+)
+@pytest.mark.sampled(3)
+def test_steppers_have_the_bits_of_a_step_without_it(
+    strategy: Strategy, name: str, policy: PolicyName, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    run(math.prod(shape), of_steppers, strategy, name, policy, shape, str(tmp_path))

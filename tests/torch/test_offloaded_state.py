@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from everybit_torch import (
 from everybit_torch.audit.layers import audit_step
 from everybit_torch.segments import HostState, host_state
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
+from tests.support.stream_order import Streams
 
 POLICIES: tuple[PolicyName, ...] = (
     "FP32",
@@ -240,3 +242,27 @@ def test_what_cannot_be_offloaded_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert same_bits(before, values(model))
     with pytest.raises(ValueError, match="offload: got 'state' for parameters on cpu"):
         AdamW(model.parameters()).offload()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "clipped"])
+def test_copies_and_steps_are_in_an_order_that_events_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On streams that a race detector has in the place of a device's."""
+    streams, empty = Streams(), HostState.empty
+
+    def on_host(self: HostState, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        with patch.object(streams, "has_streams", lambda _: False):  # memory that is not pinned
+            made = empty(self, shape, dtype)
+        streams.is_on_host(made)
+        return made
+
+    monkeypatch.setattr(host_state, "streams", streams)
+    monkeypatch.setattr(HostState, "empty", on_host)
+    model = Awkward(torch.bfloat16)
+    optimizer = TRANSFORMS[name](model, policy="LEAN_BF16", offload="state", compile=False)
+    with streams:
+        train(model, optimizer, 2, without=lambda step, name: step == 0 and name == "vector")
+        held = [x for entries in optimizer.state_dict()["state"].values() for x in entries.values()]
+        assert all(x.isfinite().all() for x in held)
+        train(model, optimizer, 2, start=2)
+    assert streams.races == []
+    assert min(streams.operations[one] for one in ("compute", "stream 1", "stream 2")) > 8

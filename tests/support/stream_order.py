@@ -148,7 +148,7 @@ class Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations[stream] = self.operations.get(stream, 0) + 1
         for x, writes in touched:
             memory, size = self._of(x), x.element_size()
-            start = x.storage_offset() * size
+            start = int(x.storage_offset()) * size
             stop = start + (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * size
             for one in memory.accesses:
                 overlaps = one.start < stop and start < one.stop

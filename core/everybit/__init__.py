@@ -62,8 +62,10 @@ from everybit.linalg import (
     batched,
     flattened,
     heads,
+    interleaved,
     matrix,
     row_blocks,
+    transposed,
 )
 from everybit.optimizers import (
     HiddenMatrices,
@@ -237,7 +239,8 @@ __all__ = [
     "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "batched", "begin_after", "bias_correction", "by_dtype",
     "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm",
     "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dion", "ema_nesterov",
-    "equalize", "exponential_decay_schedule", "flattened", "fulfil", "heads", "identity", "inverse_sqrt_schedule", "join_schedules",
+    "equalize", "exponential_decay_schedule", "flattened", "fulfil", "heads", "identity", "interleaved", "inverse_sqrt_schedule",
+    "join_schedules",
     "keep_wide", "kron", "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule",
     "lion", "load_state_dict", "lookahead", "mars", "masked", "matrix", "mean_weights", "muon", "mup_scales", "nadam", "named_chain",
     "normalize_by_global_norm", "normuon", "not_norm_or_bias", "one_cycle_schedule", "optimizers", "orthogonalize", "partition",
@@ -251,7 +254,7 @@ __all__ = [
     "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam",
     "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "soap", "sqrt", "stable_adamw",
     "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay", "then", "tiger",
-    "torch_adafactor", "torch_muon", "trace", "tree", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
+    "torch_adafactor", "torch_muon", "trace", "transposed", "tree", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.following import PEAK, STEPS, deviation, formula, ours, sched
 from tests.support.matrix_model import small
 
 UNTYPED: Any = eb.muon
+UNTYPED_VIEW: Any = eb.MatrixView
 ITERATION: Any = eb.NewtonSchulz
 QUINTIC = PUBLISHED["quintic"][0]
 SIDES = st.integers(1, 12)
@@ -164,31 +166,85 @@ def test_what_is_no_set_of_coefficients_is_refused() -> None:
 # -- how parameters become matrices -------------------------------------------------------------------------------------------
 
 
+Batches = list[list[Tensor]]
+Seen = tuple[eb.MatrixView, tuple[int, ...], Callable[[Tensor], Batches]]
+"""A view, the shape of a parameter that it fits, and a slow way to its matrices by indices, in batches."""
+
+
 @st.composite
-def views(draw: st.DrawFn) -> tuple[eb.MatrixView, tuple[int, ...]]:
-    kind = draw(st.sampled_from(["matrix", "flattened", "heads", "row_blocks", "batched"]))
-    rows, columns = draw(SIDES), draw(SIDES)
-    if kind == "flattened":
-        return eb.flattened(), (rows, *draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+def inside(draw: st.DrawFn, depth: int) -> Seen:
+    """Of a matrix."""
+    kind = draw(
+        st.sampled_from(("matrix", "heads", "parts", "interleaved", "transposed", "blocks")[: 6 if depth else 1])
+    )
+    if kind == "matrix":
+        return eb.matrix(), (draw(SIDES), draw(SIDES)), lambda x: [[x]]
+    view, (rows, columns), of = draw(inside(depth - 1))
+    count = draw(st.integers(1, 3))
+    both = [rows, draw(st.integers(1, 5))]
     if kind == "heads":
-        count = draw(st.integers(1, 4))
-        return eb.heads(count), (count * rows, columns)
-    if kind == "row_blocks":
-        sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-        return eb.row_blocks(*sizes), (sum(sizes), columns)
-    if kind == "batched":
-        return eb.batched(), (*draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)), rows, columns)
-    return eb.matrix(), (rows, columns)
+        return eb.heads(count, inside=view), (count * rows, columns), lambda x: _each(x.split(rows), of)
+    if kind == "interleaved":
+        shape = (count * rows, columns)
+        return eb.interleaved(count, inside=view), shape, lambda x: _each([x[h::count] for h in range(count)], of)
+    if kind == "transposed":
+        return eb.transposed(view), (columns, rows), lambda x: of(x.T)
+    if kind == "blocks":
+        return (
+            eb.row_blocks(*both, inside=(view, eb.matrix())),
+            (sum(both), columns),
+            lambda x: [*of(x[:rows]), [x[rows:]]],
+        )
+
+    def parts(x: Tensor) -> Batches:
+        each = [torch.split(head, both) for head in torch.split(x, sum(both))]
+        return [*_each([one for one, _ in each], of), [rest for _, rest in each]]
+
+    return eb.heads(count, rows=both, inside=(view, eb.matrix())), (count * sum(both), columns), parts
 
 
-@settings(deadline=None, max_examples=100)
+def _each(matrices: Iterable[Tensor], of: Callable[[Tensor], Batches]) -> Batches:
+    """The first batch of each in one, and so on."""
+    return [[one for batch in several for one in batch] for several in zip(*map(of, matrices), strict=True)]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> Seen:
+    kind = draw(st.sampled_from(["inside", "flattened", "batched"]))
+    if kind == "flattened":
+        long = (draw(SIDES), *draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+        return eb.flattened(), long, lambda x: [[x.reshape(long[0], -1)]]
+    view, shape, of = draw(inside(2))
+    if kind == "inside":
+        return view, shape, of
+    lead = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    return eb.batched(view), (*lead, *shape), lambda x: _each(x.reshape(-1, *shape), of)
+
+
+@settings(deadline=None, max_examples=200)
 @given(views())
-def test_what_is_split_can_be_joined(case: tuple[eb.MatrixView, tuple[int, ...]]) -> None:
-    view, shape = case
+def test_a_view_is_its_matrices_and_what_is_split_can_be_joined(case: Seen) -> None:
+    view, shape, of = case
     x = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     parts = view.split(x)
     assert [tuple(part.shape) for part in parts] == view.shapes(shape)
     assert torch.equal(view.joined(parts, shape), x)
+    assert view.joined(parts, shape).is_contiguous()
+    found = [one for part in parts for one in part.reshape(-1, *part.shape[-2:])]
+    expected = [*chain.from_iterable(of(x))]
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@settings(deadline=None, max_examples=60)
+@given(views())
+def test_each_matrix_of_a_view_has_the_bits_of_the_matrix_alone(case: Seen) -> None:
+    view, shape, of = case
+    x = drawn(*shape)
+    updates, _ = stepped(eb.muon(0.1, weight_decay=0.0, matrices=eb.Matrices(view=view), others=None), x)
+    for found, one in zip(*map(chain.from_iterable, (of(updates), of(x))), strict=True):
+        alone, _ = stepped(eb.muon(0.1, weight_decay=0.0, others=None), one.contiguous())
+        assert torch.equal(found, alone)
 
 
 def test_rows_and_columns_are_where_they_should_be() -> None:
@@ -204,6 +260,13 @@ def test_rows_and_columns_are_where_they_should_be() -> None:
     ("view", "shape", "message"),
     [
         (eb.heads(4), (6, 4), r"^layers\.0\.w: heads\(4\): got \(6, 4\); accepted are parameters whose rows 4 divides"),
+        (
+            eb.heads(2, rows=(2, 2)),
+            (6, 4),
+            r"^layers\.0\.w: heads\(2, rows=\(2, 2\)\): got \(6, 4\); accepted .* of 8 rows",
+        ),
+        (eb.interleaved(4), (6, 4), r"^layers\.0\.w: interleaved\(4\): got \(6, 4\); accepted .* whose rows 4 divides"),
+        (eb.batched(eb.heads(4)), (3, 6, 4), r"^layers\.0\.w: heads\(4\): got \(3, 6, 4\); accepted .* 4 divides"),
         (eb.row_blocks(4, 4), (6, 4), r"^layers\.0\.w: row_blocks\(4, 4\): got \(6, 4\); accepted .* of 8 rows"),
         (
             eb.matrix(),
@@ -227,6 +290,12 @@ def test_shapes_that_do_not_fit_are_refused_by_name(
     ("make", "message"),
     [
         (lambda: eb.heads(0), r"^heads: count: got \(0,\); accepted are whole numbers, at least 1"),
+        (lambda: eb.heads(2, rows=(0, 1)), r"^heads: rows: got \(0, 1\); accepted are whole numbers, at least 1"),
+        (lambda: eb.row_blocks(2, 3, inside=(eb.heads(1),) * 3), r"^row_blocks\(2, 3\): inside: got 3 views; accepted .* or 2\."),
+        (lambda: eb.heads(2, inside=eb.batched()), r"^inside: got batched; accepted are views of matrices"),
+        (lambda: eb.MatrixView("matrix", (2,)), r"^matrix: sizes: got \(2,\); accepted with it are none"),
+        (lambda: eb.MatrixView("heads", (2, 3)), r"^heads: count: got \(2, 3\); accepted"),
+        (lambda: UNTYPED_VIEW("rows"), r"^kind: got 'rows'; accepted are 'matrix', 'flattened'"),
         (lambda: eb.row_blocks(), r"^row_blocks: sizes: got \(\); accepted"),
         (lambda: eb.row_blocks(2, True), r"^row_blocks: sizes: got \(2, True\); accepted"),
         (lambda: UNTYPED(decay_kind="l2"), r"^decay_kind: got 'l2'; accepted are 'decoupled', 'coupled', 'independent', 'cautious'"),

@@ -37,7 +37,10 @@ from tests.support.rows import Layers, cut, mesh_of, new_model, train, whole
 from tests.support.weights import Weights, equal
 
 STEPS = 5
-VIEWS = {"qkv.weight": eb.row_blocks(8, 8, 5), "experts": eb.batched()}
+VIEWS = {
+    "qkv.weight": eb.row_blocks(8, 8, 5, inside=(eb.heads(2), eb.heads(2, rows=(1, 3)), eb.matrix())),
+    "experts": eb.batched(eb.interleaved(2, inside=eb.heads(3))),
+}
 
 P = TypeVar("P")
 Factory = Callable[[eb.Hyperparameter], eb.Transform[Any]]

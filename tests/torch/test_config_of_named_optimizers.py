@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import everybit as eb
-from everybit_torch import FlatStepper, create
+from everybit_torch import FlatStepper, create, routing
 from everybit_torch.config import (
     OptimizerConfig,
     StepperConfig,
@@ -82,6 +83,33 @@ def test_a_view_in_a_file_is_that_of_all_matrices() -> None:
         assert factory(where=where) == factory(matrices=eb.Matrices(view=view))
         with pytest.raises(ValueError, match=r"where.view: got .* accepted is one of them"):
             factory(where=where, matrices=eb.Matrices(view=view))
+
+
+VIEWS = {
+    "qkv": eb.row_blocks(8, 4, 4, inside=(eb.heads(4), eb.heads(2), eb.heads(2))),
+    r"kv_b\.": eb.heads(2, rows=(3, 5)),
+    r"experts\.gate_up": eb.batched(eb.transposed(eb.interleaved(2))),
+}
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon", "dion", "soap"])
+def test_views_by_name_survive_files(name: eb.OptimizerName, tmp_path: Path) -> None:
+    shapes = {"qkv": (16, 3), "kv_b.w": (16, 3), "experts.gate_up": (2, 3, 8)}
+    config = OptimizerConfig(algorithm=algorithm(name, matrices=eb.Matrices(views=VIEWS)), policy="FP32")
+    for suffix in ("toml", "json", "yaml"):
+        save_config(config, tmp_path / f"config.{suffix}")
+        assert load_config(OptimizerConfig, tmp_path / f"config.{suffix}") == config
+    import_module("jsonschema").validate(json.loads((tmp_path / "config.json").read_text()), SCHEMA)
+    parameters = {key: nn.Parameter(torch.ones(shape)) for key, shape in shapes.items()}
+    built = config.algorithm.build(parameters.items(), nn.Module(), policy="FP32", compile=False)
+    named = create(name, parameters.items(), matrices=eb.Matrices(views=VIEWS))
+    assert routing(built).splitlines()[1:] == routing(named).splitlines()[1:]  # the first says that the model is known
+    read = config_from_flags(OptimizerConfig, ["--config", str(tmp_path / "config.toml"), "--algorithm.lr", "0.5"])
+    assert read == replace(config, algorithm=replace(config.algorithm, lr=0.5))
+    data = config_to_dict(config)
+    data["algorithm"]["matrices"]["views"]["qkv"]["sizes"] = [0]
+    with pytest.raises(ValueError, match=r"algorithm\.matrices\.views\.qkv: row_blocks: sizes: got \(0,\)"):
+        config_from_dict(OptimizerConfig, data)
 
 
 def test_none_is_written_where_it_is_not_the_default() -> None:

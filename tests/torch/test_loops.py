@@ -113,6 +113,26 @@ def test_a_loop_in_vector_types_has_the_bits_of_an_uncompiled_step(policy: Polic
         assert torch.equal(bits(x), bits(y)), (number, policy)
 
 
+def whole(learning_rate: float) -> eb.Transform[Any]:
+    return eb.chain(eb.centralize(), eb.adamw(learning_rate))
+
+
+@pytest.mark.slow
+def test_so_has_a_loop_over_a_length_that_is_a_number(rewritten: list[bool]) -> None:
+    """Of tensors that must stay whole code is made for each shape."""
+    found = []
+    optimizer = eb.with_policy(whole(1e-2), "LEAN_BF16")
+    for compile in (True, False):
+        own = Steps(whole, eb.policies.LEAN_BF16, compile=compile)
+        own.follow({"learning_rate": 1e-2})
+        segment = Segment.new(optimizer, numbers(42, 1, torch.bfloat16).view(7, 6))
+        for step in range(3):
+            own.step(segment, torch.ones(7, 6, dtype=torch.bfloat16) * step)
+        found.append([segment.tensor, *(x for _, x in segment.entries())])
+    assert any(rewritten)
+    assert all(map(torch.equal, *([bits(x) for x in one] for one in found)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["LEAN_BF16", "TIGHT_BF16", "KAHAN_BF16", "EXACT_BF16"])
 def test_vectors_of_avx2_have_the_same_bits(policy: PolicyName) -> None:

@@ -250,7 +250,7 @@ def _generated(entry: NamedOptimizer) -> type[Algorithm]:
     return made
 
 
-_TABLES = (eb.NewtonSchulz, eb.Grafting, eb.Kronecker)
+_TABLES = (eb.NewtonSchulz, eb.Grafting, eb.Kronecker, eb.Matrices)
 """Hyperparameters that are tables in a file."""
 
 

@@ -251,8 +251,8 @@ def is_empty(value: object) -> bool:
 
 
 def fields(kind: Any) -> list[Field[Any]]:
-    """The fields that a file may have."""
-    return [field for field in dataclasses.fields(kind) if field.init]
+    """The fields that a file may have: not those that only Python can say, such as functions."""
+    return [field for field in dataclasses.fields(kind) if field.init and field.metadata.get("in_files", True)]
 
 
 def meanings(docstring: str) -> dict[str, str]:

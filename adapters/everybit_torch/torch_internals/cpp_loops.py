@@ -89,7 +89,7 @@ _REGION = re.compile(
     r"\s*if\(C10_UNLIKELY[^\n]*\n(?P<tail>\s*\{\n.*?\n\s*\}\n)\s*\}\n\s*\}\n(?P<rest>.*)",
     re.DOTALL,
 )
-"""A parallel region with one loop over a dynamic length: a body for whole vectors, and one for the last few elements."""
+"""A parallel region with one loop, over a length that is a name or a number: a body for whole vectors, and one for the last few elements."""
 
 _PART_LOAD = re.compile(
     r"\[&\]\(\) \{ typedef char __attribute__\(\(vector_size\((\d+)\)\)\) Part; .*?memcpy\(&part, (\w+) \+ .*\}\(\)"
@@ -390,10 +390,10 @@ def rewritten(source: str) -> str:
         loop = translated(body, lanes)
     except Exception:  # of another form than the rules know: a name that is missing, a number that is none
         return source
-    pointers = ", ".join(sorted(set(re.findall(r"\b(?:in|out)_ptr\d+\b", body))))
+    own = sorted(set(re.findall(r"\b(?:in|out)_ptr\d+\b", body))) + [length] * (not length[0].isdigit())
     indent = "\n        "
     head = found["head"].replace('extern "C"', NAMESPACE + 'extern "C"', 1)
-    return f"""{head}#pragma omp parallel{found["clauses"]} firstprivate({pointers}, {length})
+    return f"""{head}#pragma omp parallel{found["clauses"]} firstprivate({", ".join(own)})
     {{
         using namespace everybit_loops;
         int tid = omp_get_thread_num();

@@ -13,11 +13,21 @@ from everybit.linalg.orthogonalization import (
     Triple,
     iterated,
 )
-from everybit.linalg.views import MatrixView, batched, flattened, heads, matrix, row_blocks, view_for
+from everybit.linalg.views import (
+    MatrixView,
+    batched,
+    flattened,
+    heads,
+    interleaved,
+    matrix,
+    row_blocks,
+    transposed,
+    view_for,
+)
 from everybit.linalg.whitening import fitted
 
 __all__ = [
     "PUBLISHED", "Arithmetic", "Batching", "Block", "Coefficients", "Kronecker", "MatrixView", "NewtonSchulz", "Normalization", "Sides",
-    "Triple", "Which", "batched", "eigenvectors", "factored_dimensions", "fitted", "flattened", "heads", "inverse_roots", "iterated",
-    "matrix", "orthonormal", "product", "root_mean_square", "row_blocks", "view_for",
+    "Triple", "Which", "batched", "eigenvectors", "factored_dimensions", "fitted", "flattened", "heads", "interleaved", "inverse_roots",
+    "iterated", "matrix", "orthonormal", "product", "root_mean_square", "row_blocks", "transposed", "view_for",
 ]  # fmt: skip

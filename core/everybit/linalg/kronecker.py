@@ -184,7 +184,7 @@ class Kronecker(Options):
         has = [size <= self.max_dimension for size in sizes]
         if self.sides == "smaller":
             # Of equals the first.
-            least = min(range(len(sizes)), key=lambda dim: sizes[dim])
+            least = list(sizes).index(min(sizes))
             has = [one and dim == least for dim, one in enumerate(has)]
         return Block(shape, batch, _names(len(sizes), prefix), tuple(has))
 

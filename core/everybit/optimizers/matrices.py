@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -96,7 +96,7 @@ class Matrices(Options):
 
     view: MatrixView | None = None
     views: Mapping[str, MatrixView] | None = None
-    labels: Callable[[str, Tensor], str] | None = None
+    labels: Callable[[str, Tensor], str] | None = field(default=None, metadata={"in_files": False})
 
 
 MATRICES = Matrices()

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import _muon
+from torch.utils.flop_counter import FlopCounterMode
 
 import everybit as eb
 from everybit.linalg import PUBLISHED, Normalization
-from everybit.linalg.orthogonalization import CoefficientName
+from everybit.linalg.orthogonalization import CoefficientName, Form
 from everybit.transforms.matrix_wise import SCALES
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
 from tests.support.matrix_model import small
@@ -24,6 +25,7 @@ from tests.support.matrix_model import small
 UNTYPED: Any = eb.muon
 UNTYPED_VIEW: Any = eb.MatrixView
 ITERATION: Any = eb.NewtonSchulz
+FORMS: tuple[Form, ...] = ("plain", "gram")
 QUINTIC = PUBLISHED["quintic"][0]
 SIDES = st.integers(1, 12)
 SEEDS = st.integers(0, 2**16)
@@ -87,21 +89,23 @@ ENOUGH = [
 
 
 @pytest.mark.parametrize(("name", "kind"), ENOUGH)
-def test_singular_values_end_in_the_published_interval(name: str, kind: str) -> None:
+@pytest.mark.parametrize(("form", "columns"), [("plain", 10), ("gram", 20)])
+def test_singular_values_end_in_the_published_interval(name: str, kind: str, form: Form, columns: int) -> None:
+    """R has the squares of singular values: rounding errors of it grow by the squares of the factors of small ones."""
     coefficients, steps, _, low, high = INTERVALS[name]
     values = KINDS[kind]
-    x = of_singular_values(values, 8, 10)
+    x = of_singular_values(values, 8, columns)
     normalization: Normalization = "polar_express" if coefficients == "polar_express" else "frobenius"
-    iteration = eb.NewtonSchulz(coefficients, steps, "float64", normalization)
+    iteration = eb.NewtonSchulz(coefficients, steps, "float64", normalization, form=form)
     chosen, found = iteration.triples, iteration.orthogonalized(x)
     after = torch.linalg.svdvals(found)
     assert low <= float(after[: len(values)].min())
     assert float(after.max()) <= high
     # What has no singular value gets none but rounding, which each step can make a_k times larger.
-    grown = math.prod(a for a, _, _ in chosen)
+    grown = math.prod(a for a, _, _ in chosen) ** (2 if form == "gram" else 1)
     assert float(after[len(values) :].sum()) <= 80 * 2.0**-53 * grown
     # And each value goes where its polynomials take it: singular vectors stay.
-    expected = of_singular_values(mapped(values, chosen, normalization), 8, 10)
+    expected = of_singular_values(mapped(values, chosen, normalization), 8, columns)
     assert float((found - expected).abs().max()) <= 100 * 2.0**-53 * grown
 
 
@@ -152,6 +156,66 @@ def test_compiled_bits_are_eager_bits() -> None:
             return eb.NewtonSchulz(arithmetic=arithmetic).orthogonalized(x * 1.5) * 0.2
 
         assert torch.equal(torch.compile(step, fullgraph=True)(x), step(x))
+
+
+SPECTRA: dict[str, Callable[[int], Tensor]] = {
+    "equal": lambda n: torch.ones(n),
+    "power law": lambda n: 1 / torch.arange(1, n + 1),
+    "to 1e-6": lambda n: torch.logspace(0, -6, n),
+    "of low rank": lambda n: torch.where(torch.arange(n) < n // 8, 1.0, 1e-5),
+    "one great": lambda n: torch.where(torch.arange(n) == 0, 1.0, 3e-3),
+}
+
+
+def of_spectrum(name: str, rows: int, columns: int, seed: int) -> Tensor:
+    left, right = (torch.linalg.qr(drawn(size, rows, seed=seed + size))[0] for size in (rows, columns))
+    made: Tensor = (left * SPECTRA[name](rows)) @ right.mT
+    return made
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("coefficients", ["quintic", "polar_express", "deepseek", "cubic"])
+def test_the_gram_form_leaves_no_singular_value_above_the_greatest(name: str, coefficients: CoefficientName) -> None:
+    """The greatest to which polynomials take (0, 1], with an error of 2^-8 of it for each of three products in each step.
+
+    In bfloat16 R has no digit of singular values below 1/16. Runs of two and three steps, as in float32, take some of these to 10^21.
+    """
+    steps = 10 if coefficients == "deepseek" else 5
+    normalization: Normalization = "polar_express" if coefficients == "polar_express" else "frobenius"
+    grid = torch.linspace(0, 1, 200_001, dtype=torch.float64)
+    for a, b, c in eb.NewtonSchulz(coefficients, steps).triples:
+        grid = a * grid + b * grid**3 + c * grid**5
+    for arithmetic, digits in (("float32", 24), ("bfloat16", 8)):
+        for seed, shape in enumerate(((300, 700), (160, 40), (128, 512))):
+            rows, columns = sorted(shape)
+            x = of_spectrum(name, rows, columns, seed)
+            x = x if shape[0] < shape[1] else x.mT
+            iteration = ITERATION(coefficients, steps, arithmetic, normalization, form="gram")
+            values = torch.linalg.svdvals(iteration.orthogonalized(x.float()))
+            assert float(values.max()) <= float(grid.max()) * (1 + 3 * steps * 2.0**-digits) + 2.0**-20
+
+
+def test_the_gram_form_of_short_matrices_has_the_bits_of_the_plain_one() -> None:
+    for shape in ((7, 13), (5, 5), (3, 40, 40)):
+        plain, gram = (eb.NewtonSchulz(form=form).orthogonalized(drawn(*shape)) for form in FORMS)
+        assert torch.equal(plain, gram)
+    plain, gram = (eb.NewtonSchulz(form=form).orthogonalized(drawn(40, 160)) for form in FORMS)
+    assert not torch.equal(plain, gram)
+
+
+@pytest.mark.parametrize("shape", [(300, 900), (40, 160), (160, 40), (64, 80)])
+@pytest.mark.parametrize("steps", [1, 2, 5, 8])
+def test_the_cost_is_that_of_the_products(shape: tuple[int, int], steps: int) -> None:
+    """As torch counts the operations: two for each multiply-add."""
+    arithmetics: tuple[Any, ...] = ("float32", "bfloat16")
+    for arithmetic in arithmetics:
+        for form in FORMS:
+            for coefficients in ("quintic", "cubic"):
+                iteration = ITERATION(coefficients, steps, arithmetic, form=form)
+                x = drawn(*shape).requires_grad_()  # then the operations are torch's
+                with FlopCounterMode(display=False) as counter:
+                    iteration.orthogonalized(x)
+                assert 2 * iteration.cost(*shape) == counter.get_total_flops()
 
 
 def test_what_is_no_set_of_coefficients_is_refused() -> None:

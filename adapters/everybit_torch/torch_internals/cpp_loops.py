@@ -89,7 +89,7 @@ _REGION = re.compile(
     r"\s*if\(C10_UNLIKELY[^\n]*\n(?P<tail>\s*\{\n.*?\n\s*\}\n)\s*\}\n\s*\}\n(?P<rest>.*)",
     re.DOTALL,
 )
-"""A parallel region with one loop, over a length that is a name or a number: a body for whole vectors, and one for the last few elements."""
+"""A parallel region with one loop, over a name or a number of elements: a body for whole vectors, and one for the last few elements."""
 
 _PART_LOAD = re.compile(
     r"\[&\]\(\) \{ typedef char __attribute__\(\(vector_size\((\d+)\)\)\) Part; .*?memcpy\(&part, (\w+) \+ .*\}\(\)"

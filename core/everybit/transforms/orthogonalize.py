@@ -139,12 +139,8 @@ class Orthogonalize(Stateless):
         Raises:
             ValueError: A parameter cannot be seen so.
         """
-        total = 0.0
-        for *batch, rows, columns in self.matrices(shape):
-            short, long = sorted((rows, columns))
-            of_each = sum(2 * short**2 * long + (short**3 if c else 0) for *_, c in self.iteration.triples)
-            total += math.prod(batch) * of_each
-        return total
+        found = self.matrices(shape)
+        return sum(math.prod(batch) * self.iteration.cost(rows, columns) for *batch, rows, columns in found)
 
 
 orthogonalize = Orthogonalize

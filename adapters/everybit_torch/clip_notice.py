@@ -1,4 +1,8 @@
-"""Notice ``torch.nn.utils.clip_grad_norm_`` on parameters with gradients elsewhere: it returns 0 and clips no gradient."""
+"""Notice clips that do not what they say.
+
+``torch.nn.utils.clip_grad_norm_`` on parameters with gradients elsewhere returns 0 and clips no gradient. A clip by the norm of all
+parameters beside Muon makes updates too small.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from everybit.optimizers import clip_beside_matrices
 from everybit_torch import notices
 from everybit_torch.torch_internals import scaled_gradients
 
@@ -36,6 +41,13 @@ def advise(parameters: Iterable[Tensor], owner: Owner, advice: Callable[[Owner],
 
     for parameter in parameters:
         _advice[parameter] = current
+
+
+def look_at(transform: object) -> None:
+    """Warn of a clip by the norm of all parameters beside Muon, which divides orthogonal updates, or the others by the matrices' norm."""
+    text = clip_beside_matrices(transform)
+    if text is not None:
+        notices.warn(text)
 
 
 def _look(parameters: list[Tensor]) -> None:

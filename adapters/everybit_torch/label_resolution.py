@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.combinators import Masked, Partition, chain
+from everybit.combinators import Masked, Partition, chain, missed
 from everybit.policies import AnyPolicy, ByLabel, Resolved, resolve_tree
 from everybit.protocol import ALONE, any_draws, any_per_tensor, map_parts, then, transforms_in
+from everybit_torch import notices
 
 P = TypeVar("P")
 Tree = Mapping[Any, Tensor]
@@ -104,6 +106,17 @@ def require_labels_used(
                 node.require_used(said, names, [leaf for own in trees for leaf in own.values()])
             else:
                 node.require_used(said, names)
+
+
+def warn_of_missed(transform: eb.Transform[Any], tree: Tree) -> None:
+    """Warn of large weights that labels for matrices leave to another transform, where no rule names them. Frozen ones do not count."""
+    found = missed(transform, OrderedDict((name, p) for name, p in tree.items() if p.requires_grad and not is_lazy(p)))
+    if found:
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        notices.warn(
+            f"matrices: large weights go to the optimizer of the others, and no rule names them: {', '.join(found[:3])}{more}. Accepted are"
+            " a view for them, Matrices(views=...), or Matrices(others=...) with an expression for their names."
+        )
 
 
 def tree_of(values: Mapping[str, Any]) -> Tree:

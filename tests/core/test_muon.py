@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import everybit as eb
 from everybit.linalg import PUBLISHED, Normalization
-from everybit.linalg.orthogonalization import CoefficientName, Form
+from everybit.linalg.orthogonalization import CoefficientName, IterationForm
 from everybit.transforms.matrix_wise import SCALES
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
 from tests.support.matrix_model import small
@@ -25,7 +25,7 @@ from tests.support.matrix_model import small
 UNTYPED: Any = eb.muon
 UNTYPED_VIEW: Any = eb.MatrixView
 ITERATION: Any = eb.NewtonSchulz
-FORMS: tuple[Form, ...] = ("plain", "gram")
+FORMS: tuple[IterationForm, ...] = ("plain", "gram")
 QUINTIC = PUBLISHED["quintic"][0]
 SIDES = st.integers(1, 12)
 SEEDS = st.integers(0, 2**16)
@@ -90,7 +90,7 @@ ENOUGH = [
 
 @pytest.mark.parametrize(("name", "kind"), ENOUGH)
 @pytest.mark.parametrize(("form", "columns"), [("plain", 10), ("gram", 20)])
-def test_singular_values_end_in_the_published_interval(name: str, kind: str, form: Form, columns: int) -> None:
+def test_singular_values_end_in_the_published_interval(name: str, kind: str, form: IterationForm, columns: int) -> None:
     """R has the squares of singular values: rounding errors of it grow by the squares of the factors of small ones."""
     coefficients, steps, _, low, high = INTERVALS[name]
     values = KINDS[kind]

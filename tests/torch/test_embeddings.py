@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,21 @@ def sequence() -> nn.Sequential:
     """A model whose names say nothing."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False))
+
+
+class Fused(nn.Module):
+    """Large weights: one that a pattern of names misses, and experts, which are no matrix without a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 256)
+        self.w2, self.w13 = nn.Linear(256, 256, bias=False), nn.Linear(256, 512, bias=False)
+        self.experts = nn.Parameter(torch.randn(2, 256, 256))
+        self.lm_head = nn.Linear(256, 300, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(self.w13(self.w2(self.table(tokens)))[..., :256] @ self.experts.sum(0))
+        return out
 
 
 class Tied(nn.Module):
@@ -186,3 +202,99 @@ def test_an_optimizer_for_a_model_is_copied_saved_and_compiled_as_any_other() ->
             ours = again
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+# -- large weights that no rule names -------------------------------------------------------------------------------------------
+
+
+def by_pattern(path: str, parameter: Tensor) -> str:
+    """The pattern of torchtitan's issue 4812, which does not find fused weights."""
+    return "matrix" if parameter.ndim == 2 and re.search(r"w[123]\b", path) else "others"
+
+
+MISSED = [
+    (None, ["experts (2, 256, 256) by shape"], {"others": "experts"}),
+    (
+        by_pattern,
+        ["experts (2, 256, 256) by the function", "w13.weight (512, 256) by the function"],
+        {"others": "w13|expert"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("labels", "missed", "rule"), MISSED)
+def test_large_weights_that_no_rule_names_are_told(labels: Any, missed: list[str], rule: dict[str, str]) -> None:
+    def make(kind: str, **further: Any) -> Any:
+        model, matrices = Fused(), eb.Matrices(labels=labels, **further)
+        if kind == "create":
+            optimizer = create("muon", model, lr=0.1, matrices=matrices, compile=False)
+            model(torch.tensor([1])).sum().backward()
+            optimizer.step()
+            return optimizer
+        tx = eb.muon(0.1, matrices=matrices)
+        return (
+            plan(model, tx, ranks=1, strategy="no_shard")
+            if kind == "plan"
+            else FlatStepper(model, tx, strategy="no_shard")
+        )
+
+    for kind in ("create", "stepper", "plan"):
+        with pytest.warns(UserWarning, match="matrices: large weights go to the optimizer of the others") as caught:
+            made = make(kind)
+        (text,) = [str(one.message) for one in caught]
+        assert f"names them: {', '.join(missed)}. Accepted are a view" in text
+        if kind == "create":
+            shown = [line.strip() for line in routing(made).splitlines() if "named by no rule" in line]
+            assert shown == [f"{one}, large, and named by no rule" for one in missed]
+        make(kind, **rule)  # without a warning
+    if labels is None:
+        make("create", views={"experts": eb.batched()})
+    model = Fused()
+    model.experts.requires_grad = False
+    FlatStepper(model, eb.muon(0.1), strategy="no_shard")
+
+
+# -- a clip beside Muon -----------------------------------------------------------------------------------------------------------
+
+CLIP = eb.clip_by_global_norm(1.0)
+CLIPPED: dict[str, Any] = {
+    "before": eb.chain(CLIP, eb.muon(0.1)),
+    "after": eb.chain(eb.orthogonalize(), CLIP, eb.scale_by_learning_rate(0.1)),
+    "after a chain": eb.named_chain({"muon": eb.muon(0.1), "clip": CLIP}),
+}
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_clip_of_all_beside_muon_is_told() -> None:
+    for name, transform in CLIPPED.items():
+        model = nn.Sequential(nn.Linear(6, 6, bias=False))
+        with pytest.warns(UserWarning, match=rf"^clip_by_global_norm {name.split()[0]} .*muon\(others_clip="):
+            TorchOptimizer(model.named_parameters(), lambda lr, transform=transform: transform, lr=0.1)
+        with pytest.warns(UserWarning, match=r"^clip_by_global_norm"):
+            FlatStepper(model, transform, strategy="no_shard")
+    for quiet in (
+        eb.muon(0.1, others_clip=1.0),
+        eb.chain(eb.masked(CLIP, where=lambda path, _: "embed" in path), eb.muon(0.1)),
+        eb.chain(CLIP, eb.muon(0.1, others=None)),  # of matrices alone: it limits what the momentum takes in
+        eb.chain(CLIP, eb.adamw(0.1)),
+    ):
+        model = nn.Sequential(nn.Linear(6, 6, bias=False))
+        TorchOptimizer(model.named_parameters(), lambda lr, quiet=quiet: quiet, lr=0.1)
+
+
+def test_the_clip_of_the_others_is_of_their_gradients_alone() -> None:
+    params = {"embed": torch.randn(7, 6), "w": torch.randn(6, 6), "bias": torch.randn(6)}
+    grads = {name: 10 * torch.randn_like(x) for name, x in params.items()}
+    tx: Any = eb.muon(0.1, others_clip=1.0)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    others = {name: params[name] for name in ("embed", "bias")}
+    alone: Any = eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(0.1))
+    expected, _ = alone.update({name: grads[name] for name in others}, alone.init(others), others)
+    plain: Any = eb.muon(0.1)
+    matrices, _ = plain.update(grads, plain.init(params), params)
+    assert all(torch.equal(updates[name], expected[name]) for name in others)
+    assert torch.equal(updates["w"], matrices["w"])
+    with pytest.raises(ValueError, match=r"^others_clip: got 1\.0 with others=None; accepted with it is None"):
+        eb.muon(others=None, others_clip=1.0)
+    with pytest.raises(ValueError, match=r"^others: got '\('; accepted are regular expressions"):
+        eb.Matrices(others="(")

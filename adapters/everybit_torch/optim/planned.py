@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 import everybit as eb
 from everybit.combinators import matrices_of
 from everybit.policies import policies_of, resolve_tree
-from everybit_torch.label_resolution import Decision, applied, decide, require_labels_used, tree_of
+from everybit_torch.label_resolution import Decision, applied, decide, require_labels_used, tree_of, warn_of_missed
 from everybit_torch.optim.groups import Optimizers
 from everybit_torch.placements import RowShards, row_edges, row_shards
 from everybit_torch.segments import is_short
@@ -206,6 +206,8 @@ def _require_labels_used(new: Sequence[New], optimizers: Sequence[Optimizers], g
     if not any(is_lazy(p) for _, tree in each for p in tree.values()):
         for number, (transform, tree) in enumerate(each):
             require_labels_used(transform, decisions, tree, [*each[:number], *each[number + 1 :]])
+    for transform, tree in each:
+        warn_of_missed(transform, tree)
 
 
 def tied_by_memory(parameters: Sequence[Tensor]) -> set[int]:

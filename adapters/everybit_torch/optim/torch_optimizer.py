@@ -13,7 +13,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.policies import LOW, PolicyOrName
 from everybit.stepping import Metrics, Unsafe
-from everybit_torch import notices
+from everybit_torch import clip_notice, notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.arguments import WithAverage, argument_names, require_factory, settled
 from everybit_torch.compiled import Factory
@@ -128,6 +128,8 @@ class TorchOptimizer(LightOptimizer):
             seed=seed, unsafe=unsafe, compile=compile, decoupled=self._decoupled, mixed=mixed,
         )  # fmt: skip
         super().__init__(cast(Any, params), hyperparameters)
+        if not self.of_stepper and self.own.groups:
+            clip_notice.look_at(next(iter(self.own.groups[0].optimizers.values())).transform)
         self.state = self.own.states
 
     @property

@@ -13,8 +13,9 @@ from everybit.base import dtype_name
 from everybit.combinators import matrices_of
 from everybit.policies import LOW, ByLabel, Policy, PolicyOrName, for_dtype, native, resolve, with_name_resolved
 from everybit.protocol import require_transform
+from everybit_torch import clip_notice
 from everybit_torch.embeddings import embeddings_of, policy_with_embeddings, with_embeddings
-from everybit_torch.label_resolution import choices, chosen, require_labels_used
+from everybit_torch.label_resolution import choices, chosen, require_labels_used, warn_of_missed
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 
 Transforms = eb.Transform[Any] | Mapping[str, eb.Transform[Any]]
@@ -88,6 +89,7 @@ def label_parameters(
         )
     for name, one in transforms.items():
         require_transform(one, who="transform" + (f"[{name!r}]" if name else ""))
+        clip_notice.look_at(one)
     trained = {name: p for name, p in by_name.items() if p.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
@@ -151,6 +153,7 @@ def _decisions(
         for number, name in enumerate(trained):
             found[name] = tuple(column[number] for column in columns)
         require_labels_used(one, [found[name] for name in trained], members)
+        warn_of_missed(one, trained)
     return found
 
 

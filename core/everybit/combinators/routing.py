@@ -105,6 +105,21 @@ class WithReasons(Protocol):
         """Return what decided the label of a parameter; empty where it is the usual one."""
         ...
 
+    def misses(self, path: str, parameter: Tensor) -> bool:
+        """Whether a parameter is one that another label is expected for, and no rule names it."""
+        ...
+
+
+def missed(transform: object, params: object) -> list[str]:
+    """Return the names and shapes of parameters that labels leave out, where no rule names them."""
+    found = []
+    for one in _outermost(transform):
+        if isinstance(one.labels, WithReasons):
+            for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+                if one.labels.misses(path, leaf):
+                    found.append(f"{plain_name(path)} {tuple(leaf.shape)} {one.labels.reason(path, leaf)}")
+    return found
+
 
 def _as_matrices(transforms: Any, labels: WithReasons | None = None) -> Any:
     def shown(label: str, path: str, leaf: Tensor) -> str:
@@ -115,6 +130,7 @@ def _as_matrices(transforms: Any, labels: WithReasons | None = None) -> Any:
             )
         shapes = matrices_of(transforms[label], plain_name(path) or "a parameter", tuple(leaf.shape))
         reason = "" if labels is None else labels.reason(path, leaf)
+        reason += ", large, and named by no rule" if labels is not None and labels.misses(path, leaf) else ""
         return shown_matrices(shapes, leaf.shape) + (f" {reason}" if reason else "")
 
     return shown

@@ -37,7 +37,7 @@ Arithmetic = Literal["bfloat16", "float32", "float64"]
 Normalization = Literal["frobenius", "polar_express"]
 """What a matrix is divided by before, so that no singular value is above 1."""
 
-Form = Literal["plain", "gram"]
+IterationForm = Literal["plain", "gram"]
 """Whether the steps are taken on the matrix, or on its products with itself."""
 
 Batching = Literal["alone", "together"]
@@ -102,7 +102,7 @@ class NewtonSchulz(Options):
     normalization: Normalization = "frobenius"
     eps: float = 1e-7
     batching: Batching = "alone"
-    form: Form = "plain"
+    form: IterationForm = "plain"
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

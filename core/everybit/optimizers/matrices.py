@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Instance, Options, plain_name, require, require_name, require_patterns
-from everybit.combinators import Chain, Partition, chain, partition
+from everybit.base import Hyperparameter, Instance, Options, Scalar, plain_name, require, require_name, require_patterns
+from everybit.combinators import Chain, NamedChain, Partition, chain, partition
 from everybit.linalg import Kronecker, MatrixView, view_for
-from everybit.protocol import Transform
-from everybit.transforms import scale
+from everybit.protocol import Transform, transforms_in
+from everybit.transforms import ClipByGlobalNorm, Orthogonalize, clip_by_global_norm, scale
 
 Others = Callable[[Hyperparameter], Transform[Any]] | None
 """What steps parameters that are no hidden matrices, from a learning rate; None: there are none."""
@@ -22,6 +22,9 @@ NOT_HIDDEN = (
     r"(^|[._])(embs?|\w*embed\w*|wte|wpe|head|logits|classifier)([._]|$)|(^|\.)(shared|output|score)(\.weight)?$"
 )
 """Names of the first and last layers, whose matrices are not orthogonalized: a table of vectors is no linear map between hidden states."""
+
+LARGE = 1 << 16
+"""Elements from which on a weight of two dimensions or more is expected among the matrices, unless a rule names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,12 @@ class HiddenMatrices:
         """Return what all labels are decided by."""
         return "names and shapes" if self.embeddings is None else "types of modules, names and shapes"
 
+    def misses(self, path: str, parameter: Tensor) -> bool:
+        """Whether a large weight of two dimensions or more is among the others by its shape alone, as experts without a view are."""
+        if not _is_large(parameter) or self._decide(path, parameter) != ("others", "by shape"):
+            return False
+        return self.others is None or re.search(self.others, plain_name(path)) is None
+
     def with_embeddings(self, names: Collection[str]) -> HiddenMatrices:
         """Return the same labels, for a model of which these parameters are embeddings, whatever they are called."""
         return replace(self, embeddings=frozenset(names))
@@ -79,6 +88,48 @@ class HiddenMatrices:
         return ("others", "by name") if re.search(self.others, name) else ("matrix", "")
 
 
+@dataclass(frozen=True, slots=True)
+class MatricesByFunction:
+    """The labels of a function, which say of each large weight that it leaves out whether a rule names it; made by :class:`Matrices`.
+
+    Attributes:
+        labels: The function.
+        others: A regular expression that is found in the names of others which are no mistake.
+        embeddings: Names of the embeddings of a model, by the types of its modules.
+    """
+
+    labels: Callable[[str, Tensor], str]
+    others: str
+    embeddings: frozenset[str] = frozenset()
+
+    def __call__(self, path: str, parameter: Tensor) -> str:
+        """Return the function's label."""
+        return self.labels(path, parameter)
+
+    def reason(self, path: str, parameter: Tensor) -> str:
+        """Return what decided that a parameter is among the others: the function; empty for matrices."""
+        return "by the function" if self(path, parameter) == "others" else ""
+
+    def basis(self) -> str:
+        """Return what all labels are decided by."""
+        return "a function"
+
+    def misses(self, path: str, parameter: Tensor) -> bool:
+        """Whether a large weight of two dimensions or more is among the others, and is no embedding, and no rule names it."""
+        if not _is_large(parameter) or self(path, parameter) != "others":
+            return False
+        name = plain_name(path)
+        return name not in self.embeddings and re.search(self.others, name) is None
+
+    def with_embeddings(self, names: Collection[str]) -> MatricesByFunction:
+        """Return the same labels, for a model of which these parameters are embeddings."""
+        return replace(self, embeddings=frozenset(names))
+
+
+def _is_large(parameter: Tensor) -> bool:
+    return parameter.ndim > 1 and parameter.numel() >= LARGE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrices(Options):
     """Which parameters an optimizer of matrices steps, and how it sees each.
@@ -91,12 +142,19 @@ class Matrices(Options):
         labels: Which parameters are these: a function of (path, parameter) that returns ``"matrix"``, a pattern of ``views``, or
             ``"others"``. None: :class:`HiddenMatrices`: other parameters are those with an unfitting number of dimensions, or with the name
             of an embedding or a head. :func:`everybit_torch.create`, given a model, and ``FlatStepper`` also know its ``nn.Embedding``
-            modules.
+            modules. A torch optimizer and a stepper warn of large weights that go to the others without a rule.
+        others: A regular expression on the names of further parameters that go to the others, or that ``labels`` rightly leaves to them.
     """
 
     view: MatrixView | None = None
     views: Mapping[str, MatrixView] | None = None
     labels: Callable[[str, Tensor], str] | None = field(default=None, metadata={"in_files": False})
+    others: str | None = None
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        if self.others is not None:
+            require_patterns("others", {self.others: None})
 
 
 MATRICES = Matrices()
@@ -109,12 +167,15 @@ def routed(
     matrices: Matrices,
     others: Others,
     others_rate: Hyperparameter | None = None,
+    others_clip: Scalar | None = None,
 ) -> Chain | Partition:
     """One optimizer of matrices as ``of(view)``, with views of their own for some, and of the other parameters; see :func:`muon`."""
     Instance(Matrices).check("matrices", matrices)
     view, views, labels = matrices.view, matrices.views, matrices.labels
     if others is None and others_rate is not None:
         raise ValueError(f"others_rate: got {others_rate!r} with others=None; accepted with it is None.")
+    if others is None and others_clip is not None:
+        raise ValueError(f"others_clip: got {others_clip!r} with others=None; accepted with it is None.")
     if others_rate is not None:
         require("others_rate", others_rate, 0.0)
     if others is None and not views:
@@ -126,12 +187,42 @@ def routed(
     transforms: dict[str, Transform[Any]] = {"matrix": of(view), **{pattern: of(one) for pattern, one in given.items()}}
     rest: dict[str, Transform[Any]] = {}
     if others is not None:
-        rest["others"] = (
-            others(learning_rate) if others_rate is None else chain(others(learning_rate), scale(others_rate))
-        )
-    chosen = labels or HiddenMatrices(tuple(given.items()), NOT_HIDDEN if others is not None else None, view)
+        clip = [] if others_clip is None else [clip_by_global_norm(others_clip)]
+        of_others = [*clip, others(learning_rate), *([] if others_rate is None else [scale(others_rate)])]
+        rest["others"] = of_others[0] if len(of_others) == 1 else chain(*of_others)
+    named = NOT_HIDDEN if matrices.others is None else f"{NOT_HIDDEN}|{matrices.others}"
+    chosen: Callable[[str, Tensor], str]
+    if labels is not None:
+        chosen = MatricesByFunction(labels, named)
+    else:
+        chosen = HiddenMatrices(tuple(given.items()), named if others is not None else None, view)
     # Where all matrices have views of their own, the first transform has no parameters.
     return partition({**transforms, **rest}, chosen, optional=("matrix", *rest) if given else tuple(rest))
+
+
+def clip_beside_matrices(transform: object) -> str | None:
+    """Return a warning if a clip by the norm of all updates is before Muon or after its iteration; None without one."""
+    for node in transforms_in(transform):
+        parts = node.parts() if isinstance(node, (Chain, NamedChain)) else ()
+        clips = [number for number, part in enumerate(parts) if isinstance(part, ClipByGlobalNorm)]
+        orthogonal = [number for number, part in enumerate(parts) if _has(part, Orthogonalize)]
+        if not clips or not orthogonal:
+            continue
+        if clips[-1] > orthogonal[0]:
+            return (
+                "clip_by_global_norm after orthogonalize: divides orthogonal updates by their norm, which grows with the model's width."
+                " Accepted is muon(others_clip=...), which clips the gradients of the other parameters alone."
+            )
+        if any(_has(parts[number], Partition) for number in orthogonal):
+            return (
+                "clip_by_global_norm before muon: its norm is of all gradients, and orthogonal updates do not depend on their lengths: it"
+                " scales the other parameters' by that of the matrices. Accepted is muon(others_clip=...), which clips the others alone."
+            )
+    return None
+
+
+def _has(transform: object, kind: type) -> bool:
+    return any(isinstance(one, kind) for one in transforms_in(transform))
 
 
 def viewed(matrices: Matrices, where: Kronecker) -> Matrices:

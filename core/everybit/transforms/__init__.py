@@ -37,7 +37,15 @@ from everybit.transforms.momentum import (
     scale_by_running_square,
     trace,
 )
-from everybit.transforms.orthogonalize import Norm, Side, UnitSides, equalize, orthogonalize, scale_by_normuon
+from everybit.transforms.orthogonalize import (
+    Norm,
+    Orthogonalize,
+    Side,
+    UnitSides,
+    equalize,
+    orthogonalize,
+    scale_by_normuon,
+)
 from everybit.transforms.rms import scale_by_adadelta, scale_by_adagrad, scale_by_rms
 from everybit.transforms.shampoo import Damping, Grafting, scale_by_shampoo
 from everybit.transforms.signs import scale_by_lion, scale_by_rprop
@@ -74,6 +82,7 @@ __all__ = [
     "MatrixScale",
     "MatrixWise",
     "Norm",
+    "Orthogonalize",
     "Side",
     "Trace",
     "UnitSides",

@@ -157,6 +157,7 @@ from everybit.stepping import (
     Optimizer,
     OptimizerState,
     apply_updates,
+    scale_rows,
     with_metrics,
     with_policy,
 )
@@ -251,7 +252,8 @@ __all__ = [
     "scale_by_dion", "scale_by_factored_rms", "scale_by_kron", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion",
     "scale_by_nadam", "scale_by_normuon", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop",
     "scale_by_running_square", "scale_by_shampoo", "scale_by_shape", "scale_by_sign", "scale_by_soap", "scale_by_stable_adam",
-    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam",
+    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "scale_rows", "schedule_free",
+    "schedule_free_adamw", "schedule_free_radam",
     "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "soap", "sqrt", "stable_adamw",
     "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay", "then", "tiger",
     "torch_adafactor", "torch_muon", "trace", "transposed", "tree", "warmup_constant_schedule", "warmup_cosine_decay_schedule",

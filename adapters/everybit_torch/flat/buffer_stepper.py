@@ -72,6 +72,7 @@ class BufferStepper(GradientCycle):
                 for buffer in self.buffers
                 for place in buffer.places
             },
+            shapes={place.spec.name: place.spec.shape for buffer in self.buffers for place in buffer.places},
         )
         self._counts = self.outer.rank == 0 and (options.sharding.state or self.inner.rank == 0)
         axis = GroupAxis((self.inner,) if options.sharding.state else ())

@@ -75,6 +75,7 @@ class ShareOptimizer(TorchOptimizer):
         watch: See :class:`~everybit_torch.TorchOptimizer`.
         offload: See there.
         regions: Where this rank's part of each parameter lies in the whole, by name; None: the parts are DTensors, which say it.
+        shapes: The whole shape of each parameter by name, likewise.
     """
 
     of_stepper: ClassVar[bool] = True
@@ -92,8 +93,9 @@ class ShareOptimizer(TorchOptimizer):
         watch: WatchedDType | None = None,
         offload: Offload | None = None,
         regions: Mapping[str, Region] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        self._regions = regions
+        self._regions, self._shapes = regions, shapes
         self._step_all, self._clear, self._replacing, self._is_made = step, clear, replacing, False
         self.fields = groups.fields
         names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
@@ -133,6 +135,9 @@ class ShareOptimizer(TorchOptimizer):
 
     def _region_of(self, name: str, parameter: Tensor) -> Region:
         return super()._region_of(name, parameter) if self._regions is None else self._regions[name]
+
+    def _whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        return super()._whole_shape(name, parameter) if self._shapes is None else self._shapes[name]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -12,14 +12,14 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.policies import LOW, PolicyOrName
-from everybit.stepping import Metrics, Unsafe
+from everybit.stepping import Metrics, Unsafe, require_factors
 from everybit_torch import clip_notice, notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.arguments import WithAverage, argument_names, require_factory, settled
 from everybit_torch.compiled import Factory
 from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
-from everybit_torch.optim import common_numbers, evaluating, following, moved_state, param_groups, stepping
+from everybit_torch.optim import common_numbers, edits, evaluating, following, moved_state, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
 from everybit_torch.optim.changes import Changed, Region, changed
 from everybit_torch.optim.groups import GroupMaker
@@ -382,6 +382,48 @@ class TorchOptimizer(LightOptimizer):
         if self._is_away:
             moved_state.move_back(self.own)
             self._is_away = False
+
+    # -- edits ----------------------------------------------------------------------------------------------------------------
+
+    @in_plain_mode
+    @torch.no_grad()
+    def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply rows of weights by factors, the stored weights and their residuals together, as QK-clip does after a step.
+
+        The result is that of weights in full precision, rounded once; moments stay. On shards each rank scales its own rows, and every rank
+        has to call it, with the same factors.
+
+        Args:
+            factors: By names of parameters: a factor for each row of the whole parameter, 1-d.
+
+        Raises:
+            ValueError: A name of no parameter that is trained, or factors of another shape. Nothing is changed.
+            RuntimeError: The model has its weights for evaluation.
+
+        Examples:
+            >>> import torch
+            >>> from everybit_torch import AdamW
+            >>> model = torch.nn.Linear(2, 4, bias=False, dtype=torch.bfloat16)
+            >>> optimizer = AdamW(model.named_parameters(), policy="LEAN_BF16")
+            >>> head = torch.tensor([0.9, 0.9, 1.0, 1.0])
+            >>> optimizer.scale_rows({"weight": head})
+        """
+        self.require_trained("scale_rows")
+        self.place()
+        placed = {*(one.parameter for one in self.own.visited()), *(one.parameter for one in self.own.own())}
+        names: dict[Tensor, str] = {}
+        for number, group in enumerate(self.own_groups):
+            named = zip(group["params"], param_groups.names_of(number, group), strict=True)
+            names |= {p: name for p, name in named if p in placed}
+        by_name = {name: p for p, name in names.items()}
+        require_factors(factors, {name: self._whole_shape(name, p) for name, p in by_name.items()})
+        with self.replacing():
+            edits.scale_rows(
+                self.own, {id(by_name[name]): x for name, x in factors.items()}, lambda p: self._region_of(names[p], p)
+            )
+
+    def _whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:  # noqa: ARG002  # steppers find it by the name
+        return tuple(parameter.shape)
 
     # -- changes --------------------------------------------------------------------------------------------------------------
 

@@ -218,6 +218,15 @@ class FlatStepper:
         self.engine.completeness.require("take_changed")
         return self.as_optimizer().take_changed()
 
+    def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply rows of weights by factors; see :meth:`everybit_torch.TorchOptimizer.scale_rows`. Every rank has to call it.
+
+        Raises:
+            RuntimeError: Weights and state do not belong together, or a pass was not completed.
+        """
+        self.engine.completeness.require("scale_rows")
+        self.as_optimizer().scale_rows(factors)
+
     @property
     def labelled(self) -> Mapping[str, LabelledTransform]:
         """The transform and policy of each label, with the dtypes in which gradients are sent now."""

@@ -14,7 +14,7 @@ from everybit.base import DTYPES
 from everybit.stepping import OptimizerState
 from everybit.stepping.entries import WEIGHTS, Entry, entries
 from everybit_torch.optim.parameters import Parameters, shown
-from everybit_torch.optim.visiting import Visited
+from everybit_torch.optim.visiting import Visited, Visiting
 from everybit_torch.optim.visits import entries_of
 from everybit_torch.placements import like
 from everybit_torch.segments import Segment, write
@@ -158,26 +158,44 @@ def export_all(parameters: Parameters, of: Export = eb.Optimizer.export_fp32) ->
 def store_all(parameters: Parameters, given: Mapping[int, Tensor]) -> None:
     """Store full-precision weights, by id of the parameter; state stays as it is, but for residuals."""
     parameters.note_loading()
-
-    def store(segment: Segment, weights: Tensor) -> Tensor:
-        here = weights.to(segment.tensor.device).reshape(segment.tensor.shape)
-        ctx = eb.Context(first_element=segment.first)
-        params, state = segment.optimizer.import_fp32([here], [segment.tensor], segment.here().state, ctx)
-        write(segment.state, state)
-        return params[0]
-
-    def store_at_owner(segment: Segment, values: Mapping[str, Tensor] | None) -> None:
-        assert values is not None
-        segment.tensor = store(segment, values[WEIGHTS])
-
     for own in parameters.own():
-        own.write(store(own.segment(), local(given[id(own.parameter)])))
+        own.write(_store(own.segment(), local(given[id(own.parameter)])))
     for visiting in parameters.visiting:
-        wide = {id(one.parameter): {WEIGHTS: _widened(given[id(one.parameter)], one)} for one in visiting.members}
-        steps = [one.step.clone() for one in visiting.members]
-        visiting.take(wide, store_at_owner, _weights, weights=True)
-        for one, step in zip(visiting.members, steps, strict=True):
-            one.step.copy_(step)
+        _store_at_owners(
+            visiting, {id(one.parameter): _widened(given[id(one.parameter)], one) for one in visiting.members}
+        )
+
+
+def rewrite_at_owners(visiting: Visiting, factors: Mapping[int, Tensor]) -> None:
+    """Multiply this rank's rows of parameters that visit owners, by id; every rank has to call it. State stays, but for residuals."""
+    exported = {id(one.parameter): x[WEIGHTS] for one, x in visiting.hand_out(_exported, weights=True)}
+    for key, factor in factors.items():
+        local(exported[key]).mul_(factor)
+    _store_at_owners(visiting, exported)
+
+
+def _exported(segment: Segment) -> dict[str, Tensor]:
+    (weights,) = segment.optimizer.export_fp32([segment.tensor], segment.here().state)
+    return {WEIGHTS: weights}
+
+
+def _store(segment: Segment, weights: Tensor) -> Tensor:
+    here = weights.to(segment.tensor.device).reshape(segment.tensor.shape)
+    ctx = eb.Context(first_element=segment.first)
+    params, state = segment.optimizer.import_fp32([here], [segment.tensor], segment.here().state, ctx)
+    write(segment.state, state)
+    return params[0]
+
+
+def _store_at_owners(visiting: Visiting, given: Mapping[int, Tensor]) -> None:
+    def store(segment: Segment, values: Mapping[str, Tensor] | None) -> None:
+        assert values is not None
+        segment.tensor = _store(segment, values[WEIGHTS])
+
+    steps = [one.step.clone() for one in visiting.members]
+    visiting.take({key: {WEIGHTS: x} for key, x in given.items()}, store, _weights, weights=True)
+    for one, step in zip(visiting.members, steps, strict=True):
+        one.step.copy_(step)
 
 
 def _widened(weights: Tensor, member: Visited) -> Tensor:

@@ -178,6 +178,13 @@ def row_shards(parameter: Tensor) -> RowShards | None:
         first, stop = found.edges(parameter.shape[0])[rank : rank + 2]
         if local(parameter).shape == (stop - first, *parameter.shape[1:]):
             return found
+    several = sum(not placement.is_replicate() for placement in parameter.placements) > 1
+    if several:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has the placements {tuple(parameter.placements)}, as tensor parallelism and"
+            " fully_shard cut it together, and its transform must see it whole. Accepted are matrices that one of both cuts by rows; write"
+            " Matrices(others=r'...') with an expression for the names of the weights that both cut, which AdamW then steps where they lie."
+        )
     raise ValueError(
         f"a parameter of shape {tuple(parameter.shape)} has the placements {tuple(parameter.placements)}, and ranks bring rows together;"
         " accepted are Shard(0) along one dimension of the mesh, as fully_shard cuts by default, and Replicate along at most one other."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import everybit as eb
 from everybit_torch import TorchOptimizer, enable_gradient_release
@@ -40,6 +42,46 @@ def everyday() -> Weights:
 def test_a_loop_as_one_writes_it() -> None:
     expected = everyday()
     for found in run(2, everyday):
+        assert equal(found, expected)
+
+
+def parallel(model: nn.Module) -> None:
+    """As tensor parallelism and fully_shard cut it together; the last layer by the latter alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def beside_tensor_parallelism(*, is_cut: bool) -> Weights:
+    """Muon for what fully_shard alone cuts, and AdamW for what both cut, as the refusal says."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6, bias=False), nn.Linear(6, 6, bias=False)
+    )
+    if is_cut:
+        parallel(model)
+        optimizer = TorchOptimizer(model.named_parameters(), eb.muon, lr=1e-2, compile=False)
+        model(torch.ones(2, 6)).sum().backward()
+        with pytest.raises(
+            ValueError, match=r"^0\.weight: .*tensor parallelism and fully_shard .*write Matrices\(others="
+        ):
+            optimizer.step()
+        model.zero_grad()
+    matrices = eb.Matrices(others=r"^[02]\.")
+    optimizer = TorchOptimizer(model.named_parameters(), eb.muon, lr=1e-2, matrices=matrices, compile=False)
+    for step in range(3):
+        model.zero_grad()
+        for parameter in model.parameters():
+            gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step + parameter.numel()))
+            placed: Any = parameter
+            parameter.grad = distribute_tensor(gradient, placed.device_mesh, placed.placements) if is_cut else gradient
+        optimizer.step()
+    return whole(model)
+
+
+def test_what_tensor_parallelism_and_fully_shard_cut_together_is_left_to_the_others() -> None:
+    expected = beside_tensor_parallelism(is_cut=False)
+    for found in run(4, partial(beside_tensor_parallelism, is_cut=True)):
         assert equal(found, expected)
 
 

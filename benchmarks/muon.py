@@ -1,6 +1,6 @@
 """Muon: the time of a step with the plain and the Gram form, and what a clip by the global norm does to it. For docs/how-to.
 
-.venv/bin/python benchmarks/muon.py --run times clipped      # one and two threads, a quarter of an hour
+.venv/bin/python benchmarks/muon.py --run times alone clipped      # one and two threads, a quarter of an hour
 .venv/bin/python benchmarks/muon.py --write                  # the tables, from the results
 """
 
@@ -11,6 +11,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,23 @@ def times(rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
+def alone(rounds: int) -> dict[str, float]:
+    """Milliseconds of the iteration on a matrix four times as long as wide."""
+    x = torch.randn(1024, 4096)
+    found = {}
+    for arithmetic in ARITHMETICS:
+        for form in ("plain", "gram"):
+            iteration: Any = eb.NewtonSchulz(arithmetic=arithmetic, form=form)  # type: ignore[arg-type]
+            taken = []
+            for number in range(rounds + 1):
+                started = time.perf_counter()
+                iteration.orthogonalized(x)
+                if number:
+                    taken.append(1e3 * (time.perf_counter() - started))
+            found[f"{form}, {arithmetic}"] = statistics.median(taken)
+    return found
+
+
 def clipped(width: int) -> dict[str, float]:
     """The norm of a first step of a square matrix: without a clip, with one of gradients before Muon, and with one after it."""
     grads = {"w": torch.randn(width, width, generator=torch.Generator().manual_seed(0))}
@@ -84,12 +102,12 @@ def run_clipped() -> dict[str, Any]:
     return found
 
 
-def run_times(rounds: int) -> dict[str, Any]:
+def by_threads(measure: Callable[[int], dict[str, float]], rounds: int) -> dict[str, Any]:
     """The times for one and two threads."""
     found: dict[str, Any] = {"machine": machine.describe()}
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found[str(threads)] = times(rounds)
+        found[str(threads)] = measure(rounds)
         print(threads, found[str(threads)], flush=True)
     return found
 
@@ -103,6 +121,12 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
             ms, plain = taken[threads][name], taken[threads].get("plain, " + name.split(", ")[-1])
             cells.append(f"{ms:.0f}" + (f" ({plain / ms:.2f})" if name.startswith("gram") else ""))
         rows.append(["`torch.optim.Muon`, bfloat16" if name == "torch" else name, *cells])
+    for arithmetic in ARITHMETICS:
+        cells = []
+        for threads in ("1", "2"):
+            plain, gram = (found["alone"][threads][f"{form}, {arithmetic}"] for form in ("plain", "gram"))
+            cells.append(f"{gram:.0f} ({plain / gram:.2f})")
+        rows.append([f"1024 x 4096 alone, gram, {arithmetic}", *cells])
     headings = ["ms of a step", "1 thread", "2 threads"]
     clips = []
     for width in WIDTHS:
@@ -118,14 +142,15 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", choices=["times", "clipped"], nargs="*", default=[])
+    parser.add_argument("--run", choices=["times", "alone", "clipped"], nargs="*", default=[])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     found = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
     for part in given.run:
-        found[part] = run_times(given.rounds) if part == "times" else run_clipped()
+        measure = {"times": times, "alone": alone}.get(part)
+        found[part] = run_clipped() if measure is None else by_threads(measure, given.rounds)
         given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if given.write:
         for name, text in tables(found).items():

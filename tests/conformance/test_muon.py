@@ -90,3 +90,29 @@ def test_pytorch_optimizers_normuon_is_followed(norm: Any, noted: Noted) -> None
     apart = deviation(ours(tx, shapes=BFLOAT16_SHAPES), oracle)
     noted("pytorch_optimizer", f"normuon {norm}", apart)
     assert apart <= FOLLOWED
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_pytorch_optimizers_muon_is_followed(scale: Any, nesterov: bool, noted: Noted) -> None:
+    peer = pytest.importorskip("pytorch_optimizer")
+
+    def make(params: list[Tensor]) -> Any:
+        group = {"params": params, "use_muon": True, "lr": PEAK, "nesterov": nesterov, "weight_decay": 0.1}
+        return peer.Muon([group | {"use_adjusted_lr": scale == "match_rms_adamw"}], foreach=False)
+
+    oracle = theirs(make, shapes=BFLOAT16_SHAPES)
+    apart = deviation(ours(eb.muon(schedule, nesterov=nesterov, scale=scale), shapes=BFLOAT16_SHAPES), oracle)
+    noted("pytorch_optimizer", f"muon {scale}", apart)
+    assert apart <= FOLLOWED
+
+
+def test_pytorch_optimizers_gram_form_is_ours() -> None:
+    """With the published restart, in float32. Rounding errors grow as small singular values do, by the factor of each step."""
+    matrix = pytest.importorskip("pytorch_optimizer.optimizer.utils.matrix")
+    iteration = eb.NewtonSchulz(arithmetic="float32", form="gram")
+    grown = math.prod(a for a, _, _ in iteration.triples)
+    for shape in ((40, 160), (300, 700), (160, 40)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        expected = matrix.zero_power_via_gram_newton_schulz(x, dtype=torch.float32)
+        assert float((iteration.orthogonalized(x) - expected).abs().max()) <= 10 * 2.0**-24 * grown

@@ -1,4 +1,4 @@
-"""Notice clips that do not what they say.
+"""Notice clips that have another effect than they say.
 
 ``torch.nn.utils.clip_grad_norm_`` on parameters with gradients elsewhere returns 0 and clips no gradient. A clip by the norm of all
 parameters beside Muon makes updates too small.

@@ -109,7 +109,7 @@ def require_labels_used(
 
 
 def warn_of_missed(transform: eb.Transform[Any], tree: Tree) -> None:
-    """Warn of large weights that labels for matrices leave to another transform, where no rule names them. Frozen ones do not count."""
+    """Warn of large weights that labels for matrices leave to another transform, where no rule names them. Frozen weights do not count."""
     found = missed(transform, OrderedDict((name, p) for name, p in tree.items() if p.requires_grad and not is_lazy(p)))
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""

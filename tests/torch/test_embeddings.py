@@ -268,12 +268,12 @@ CLIPPED: dict[str, Any] = {
 def test_a_clip_of_all_beside_muon_is_told() -> None:
     for name, transform in CLIPPED.items():
         model = nn.Sequential(nn.Linear(6, 6, bias=False))
-        with pytest.warns(UserWarning, match=rf"^clip_by_global_norm {name.split()[0]} .*muon\(others_clip="):
+        with pytest.warns(UserWarning, match=rf"^clip_by_global_norm {name.split()[0]} .*Matrices\(others_clip="):
             TorchOptimizer(model.named_parameters(), lambda lr, transform=transform: transform, lr=0.1)
         with pytest.warns(UserWarning, match=r"^clip_by_global_norm"):
             FlatStepper(model, transform, strategy="no_shard")
     for quiet in (
-        eb.muon(0.1, others_clip=1.0),
+        eb.muon(0.1, matrices=eb.Matrices(others_clip=1.0)),
         eb.chain(eb.masked(CLIP, where=lambda path, _: "embed" in path), eb.muon(0.1)),
         eb.chain(CLIP, eb.muon(0.1, others=None)),  # of matrices alone: it limits what the momentum takes in
         eb.chain(CLIP, eb.adamw(0.1)),
@@ -285,7 +285,7 @@ def test_a_clip_of_all_beside_muon_is_told() -> None:
 def test_the_clip_of_the_others_is_of_their_gradients_alone() -> None:
     params = {"embed": torch.randn(7, 6), "w": torch.randn(6, 6), "bias": torch.randn(6)}
     grads = {name: 10 * torch.randn_like(x) for name, x in params.items()}
-    tx: Any = eb.muon(0.1, others_clip=1.0)
+    tx: Any = eb.muon(0.1, matrices=eb.Matrices(others_clip=1.0))
     updates, _ = tx.update(grads, tx.init(params), params)
     others = {name: params[name] for name in ("embed", "bias")}
     alone: Any = eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(0.1))
@@ -294,7 +294,7 @@ def test_the_clip_of_the_others_is_of_their_gradients_alone() -> None:
     matrices, _ = plain.update(grads, plain.init(params), params)
     assert all(torch.equal(updates[name], expected[name]) for name in others)
     assert torch.equal(updates["w"], matrices["w"])
-    with pytest.raises(ValueError, match=r"^others_clip: got 1\.0 with others=None; accepted with it is None"):
-        eb.muon(others=None, others_clip=1.0)
+    with pytest.raises(ValueError, match=r"^matrices.others_clip: got 1\.0 with others=None; accepted with it is None"):
+        eb.muon(others=None, matrices=eb.Matrices(others_clip=1.0))
     with pytest.raises(ValueError, match=r"^others: got '\('; accepted are regular expressions"):
         eb.Matrices(others="(")

@@ -19,7 +19,7 @@ from everybit_torch.arguments import WithAverage, argument_names, require_factor
 from everybit_torch.compiled import Factory
 from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
-from everybit_torch.optim import common_numbers, edits, evaluating, following, moved_state, param_groups, stepping
+from everybit_torch.optim import common_numbers, evaluating, following, moved_state, param_groups, scaled_rows, stepping
 from everybit_torch.optim.bytes import bytes_table
 from everybit_torch.optim.changes import Changed, Region, changed
 from everybit_torch.optim.groups import GroupMaker
@@ -394,10 +394,10 @@ class TorchOptimizer(LightOptimizer):
         has to call it, with the same factors.
 
         Args:
-            factors: By names of parameters: a factor for each row of the whole parameter, 1-d.
+            factors: A factor for each row of the whole parameter, 1-d, by the parameter's name.
 
         Raises:
-            ValueError: A name of no parameter that is trained, or factors of another shape. Nothing is changed.
+            ValueError: A name of no parameter that is trained, or factors of another shape. All weights stay.
             RuntimeError: The model has its weights for evaluation.
 
         Examples:
@@ -418,7 +418,7 @@ class TorchOptimizer(LightOptimizer):
         by_name = {name: p for p, name in names.items()}
         require_factors(factors, {name: self._whole_shape(name, p) for name, p in by_name.items()})
         with self.replacing():
-            edits.scale_rows(
+            scaled_rows.scale_rows(
                 self.own, {id(by_name[name]): x for name, x in factors.items()}, lambda p: self._region_of(names[p], p)
             )
 

@@ -66,7 +66,7 @@ class StagedPiece:
 
 
 def require_offload(value: object) -> None:
-    """Refuse a value that names nothing which the host may keep.
+    """Refuse a value that does not name state.
 
     Raises:
         ValueError: Neither ``"state"`` nor None.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Instance, Options, Scalar, plain_name, require, require_name, require_patterns
+from everybit.base import Hyperparameter, Instance, Options, plain_name, require, require_name, require_patterns
 from everybit.combinators import Chain, NamedChain, Partition, chain, partition
 from everybit.linalg import Kronecker, MatrixView, view_for
 from everybit.protocol import Transform, transforms_in
@@ -144,12 +144,14 @@ class Matrices(Options):
             of an embedding or a head. :func:`everybit_torch.create`, given a model, and ``FlatStepper`` also know its ``nn.Embedding``
             modules. A torch optimizer and a stepper warn of large weights that go to the others without a rule.
         others: A regular expression on the names of further parameters that go to the others, or that ``labels`` rightly leaves to them.
+        others_clip: The greatest norm of all gradients of the others; see :func:`everybit.clip_by_global_norm`. None: they are not clipped.
     """
 
     view: MatrixView | None = None
     views: Mapping[str, MatrixView] | None = None
     labels: Callable[[str, Tensor], str] | None = field(default=None, metadata={"in_files": False})
     others: str | None = None
+    others_clip: float | None = None
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
@@ -167,15 +169,16 @@ def routed(
     matrices: Matrices,
     others: Others,
     others_rate: Hyperparameter | None = None,
-    others_clip: Scalar | None = None,
 ) -> Chain | Partition:
     """One optimizer of matrices as ``of(view)``, with views of their own for some, and of the other parameters; see :func:`muon`."""
     Instance(Matrices).check("matrices", matrices)
     view, views, labels = matrices.view, matrices.views, matrices.labels
     if others is None and others_rate is not None:
         raise ValueError(f"others_rate: got {others_rate!r} with others=None; accepted with it is None.")
-    if others is None and others_clip is not None:
-        raise ValueError(f"others_clip: got {others_clip!r} with others=None; accepted with it is None.")
+    if others is None and matrices.others_clip is not None:
+        raise ValueError(
+            f"matrices.others_clip: got {matrices.others_clip!r} with others=None; accepted with it is None."
+        )
     if others_rate is not None:
         require("others_rate", others_rate, 0.0)
     if others is None and not views:
@@ -187,7 +190,7 @@ def routed(
     transforms: dict[str, Transform[Any]] = {"matrix": of(view), **{pattern: of(one) for pattern, one in given.items()}}
     rest: dict[str, Transform[Any]] = {}
     if others is not None:
-        clip = [] if others_clip is None else [clip_by_global_norm(others_clip)]
+        clip = [] if matrices.others_clip is None else [clip_by_global_norm(matrices.others_clip)]
         of_others = [*clip, others(learning_rate), *([] if others_rate is None else [scale(others_rate)])]
         rest["others"] = of_others[0] if len(of_others) == 1 else chain(*of_others)
     named = NOT_HIDDEN if matrices.others is None else f"{NOT_HIDDEN}|{matrices.others}"
@@ -211,12 +214,12 @@ def clip_beside_matrices(transform: object) -> str | None:
         if clips[-1] > orthogonal[0]:
             return (
                 "clip_by_global_norm after orthogonalize: divides orthogonal updates by their norm, which grows with the model's width."
-                " Accepted is muon(others_clip=...), which clips the gradients of the other parameters alone."
+                " Accepted is Matrices(others_clip=...), which clips the gradients of the other parameters alone."
             )
         if any(_has(parts[number], Partition) for number in orthogonal):
             return (
                 "clip_by_global_norm before muon: its norm is of all gradients, and orthogonal updates do not depend on their lengths: it"
-                " scales the other parameters' by that of the matrices. Accepted is muon(others_clip=...), which clips the others alone."
+                " scales the others' by that of the matrices. Accepted is Matrices(others_clip=...), which clips the others alone."
             )
     return None
 

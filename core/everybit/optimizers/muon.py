@@ -52,7 +52,6 @@ def muon(
     max_learning_rate: Scalar | None = None,
     others: Others = adamw,
     others_rate: Hyperparameter | None = None,
-    others_clip: Scalar | None = None,
     matrices: Matrices = MATRICES,
 ) -> Chain | Partition:
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum, made orthogonal; as ``torch.optim.Muon``.
@@ -79,8 +78,6 @@ def muon(
         max_learning_rate: The greatest learning rate, for independent decay.
         others: A function from a learning rate to the optimizer of the other parameters; None: there are no others.
         others_rate: The learning rate of ``others`` over that of matrices, at least zero. None: they have the same.
-        others_clip: The greatest norm of all gradients of ``others``; see :func:`everybit.clip_by_global_norm`. None: they are not
-            clipped.
         matrices: Which parameters are matrices, and how each is seen.
 
     Raises:
@@ -104,7 +101,7 @@ def muon(
         first = running_mean(momentum, nesterov=nesterov) if averaged else trace(momentum, nesterov=nesterov)
         return _decayed([first, *direction(seen)], learning_rate, weight_decay, decay_kind, max_learning_rate)
 
-    return routed(of, learning_rate, matrices, others, others_rate, others_clip)
+    return routed(of, learning_rate, matrices, others, others_rate)
 
 
 def torch_muon(
@@ -165,7 +162,6 @@ def normuon(
     max_learning_rate: Scalar | None = None,
     others: Others = adamw,
     others_rate: Hyperparameter | None = None,
-    others_clip: Scalar | None = None,
     matrices: Matrices = MATRICES,
 ) -> Chain | Partition:
     """NorMuon (Li et al. 2025, https://arxiv.org/abs/2510.05491): Muon, with rows over the roots of their running mean squares.
@@ -187,7 +183,6 @@ def normuon(
         max_learning_rate: The greatest learning rate, for independent decay.
         others: The optimizer of the other parameters; None: there are no others.
         others_rate: The learning rate of ``others`` over that of matrices. None: they have the same.
-        others_clip: The greatest norm of their gradients; None: they are not clipped.
         matrices: Which parameters are matrices, and how each is seen.
 
     Raises:
@@ -205,7 +200,6 @@ def normuon(
         max_learning_rate=max_learning_rate,
         others=others,
         others_rate=others_rate,
-        others_clip=others_clip,
         matrices=matrices,
     )
 

@@ -1,4 +1,4 @@
-"""Edits of weights between steps: rows times factors, of the stored weights and their residuals together, wherever they lie."""
+"""Rows of weights times factors, between steps: of stored weights and their residuals together, wherever they lie."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scale_rows(parameters: Parameters, factors: Mapping[int, Tensor], region_of:
 
     Args:
         parameters: All there are.
-        factors: By id of the parameter, a factor for each row of the whole.
+        factors: A factor for each row of the whole parameter, by the parameter's id.
         region_of: Where this rank's elements of a parameter lie in the whole.
     """
     for own in parameters.own():

@@ -275,6 +275,28 @@ def test_accelerators_are_given_larger_pieces_in_the_plan_too() -> None:
     assert device.transient["step"] == larger * host.transient["step"]
 
 
+VIEWS = (eb.row_blocks(2048, 512, 512), eb.heads(24, rows=(96, 32)), eb.transposed(eb.row_blocks(1024, 1024)))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_that_say_the_sizes_of_large_matrices_are_planned(view: eb.MatrixView) -> None:
+    """Temporaries are measured on a smaller matrix, of which only one side may be smaller. A tenth for products of short sides."""
+    with torch.device("meta"):
+        model = nn.Linear(2048, 3072, bias=False, dtype=torch.bfloat16)
+    plain, seen = (
+        plan(
+            model,
+            eb.muon(1e-2, others=None, matrices=eb.Matrices(view=one)),
+            policy="LEAN_BF16",
+            strategy="optim",
+            ranks=2,
+        )
+        for one in (None, view)
+    )
+    assert seen.persistent == plain.persistent
+    assert plain.transient["step"] / 1.1 <= seen.transient["step"] <= 1.1 * plain.transient["step"]
+
+
 # -- formulas ------------------------------------------------------------------------------------------------------------------------
 
 MAIN32 = eb.Grads(main="float32")

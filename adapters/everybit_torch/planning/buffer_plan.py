@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import Blocks, Scattered, dtype_name
+from everybit.combinators import matrices_of
 from everybit.policies import resolve, short
 from everybit.stepping import Metrics, nbytes
 from everybit_torch.collectives import GradientWires
@@ -177,13 +179,7 @@ def _measured(one: _Part, shape: tuple[int, ...], *, in_a_row: bool) -> int:
     Temporaries have one number for each element, or few beside these: for each row, or one in all. Products of a matrix
     with itself grow as it does if it keeps its proportions.
     """
-    smaller = list(shape)
-    while math.prod(smaller) > PIECE:
-        halved = [max(range(len(smaller)), key=smaller.__getitem__)]
-        if len(shape) > 1 and min(smaller[-2:]) > SMALL:
-            halved = [len(shape) - 2, len(shape) - 1]
-        for dimension in halved:
-            smaller[dimension] = -(-smaller[dimension] // 2)
+    smaller = _smaller(one, shape)
     optimizer, tensor = one.optimizer(), torch.zeros(smaller, dtype=one.dtype)
     first: int | Blocks | Scattered = 0
     if not in_a_row:
@@ -197,3 +193,22 @@ def _measured(one: _Part, shape: tuple[int, ...], *, in_a_row: bool) -> int:
         (totals,) = find_totals([Work(segment, grad, due)])
         segment.step(grad, totals, due=due)
     return int(counter.peak) * math.prod(shape) // math.prod(smaller)
+
+
+def _smaller(one: _Part, shape: tuple[int, ...]) -> list[int]:
+    """A shape of :data:`PIECE` elements, or not many more: of both sides, or of one where a view says the size of the other."""
+    last = range(len(shape))[-2:]
+    for sides in (last, last[1:], last[:1]):
+        smaller = list(shape)
+        while math.prod(smaller) > PIECE:
+            halved = [max(range(len(smaller)), key=smaller.__getitem__)]
+            if len(shape) > 1 and min(smaller[side] for side in sides) > SMALL:
+                halved = list(sides)
+            elif len(sides) < len(last):
+                break
+            for dimension in halved:
+                smaller[dimension] = -(-smaller[dimension] // 2)
+        with suppress(ValueError):
+            matrices_of(one.label.transform, "", smaller)
+            return smaller
+    return list(shape)

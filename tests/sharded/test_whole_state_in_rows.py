@@ -51,7 +51,7 @@ def normuon(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
 
 
 def muon(learning_rate: eb.Hyperparameter, **arguments: Any) -> eb.Transform[Any]:
-    return eb.muon(learning_rate, matrices=eb.Matrices(views=VIEWS), **arguments)
+    return eb.muon(learning_rate, matrices=eb.Matrices(views=VIEWS, others_clip=0.5), **arguments)
 
 
 def centralized(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
@@ -119,7 +119,8 @@ FACTORIES: dict[str, Factory] = {
         eb.clip_by_global_norm(0.5), muon(lr, before="rows", after="columns_then_rows", decay_kind="coupled")
     ),
     "muon beside lamb": lambda lr: eb.chain(
-        eb.clip_by_global_norm(0.5), muon(lr, iteration=eb.NewtonSchulz(arithmetic="float32"), others=eb.lamb)
+        eb.clip_by_global_norm(0.5),
+        muon(lr, iteration=eb.NewtonSchulz(arithmetic="float32", form="gram"), others=eb.lamb),
     ),
     "centralized": centralized,
     "normuon": normuon,

@@ -144,6 +144,7 @@ class Matrices(Options):
             of an embedding or a head. :func:`everybit_torch.create`, given a model, and ``FlatStepper`` also know its ``nn.Embedding``
             modules. A torch optimizer and a stepper warn of large weights that go to the others without a rule.
         others: A regular expression on the names of further parameters that go to the others, or that ``labels`` rightly leaves to them.
+            Parameters that a pattern of ``views`` fits are no others.
         others_clip: The greatest norm of all gradients of the others; see :func:`everybit.clip_by_global_norm`. None: they are not clipped.
     """
 
@@ -175,10 +176,9 @@ def routed(
     view, views, labels = matrices.view, matrices.views, matrices.labels
     if others is None and others_rate is not None:
         raise ValueError(f"others_rate: got {others_rate!r} with others=None; accepted with it is None.")
-    if others is None and matrices.others_clip is not None:
-        raise ValueError(
-            f"matrices.others_clip: got {matrices.others_clip!r} with others=None; accepted with it is None."
-        )
+    for name in ("others", "others_clip") if others is None else ():
+        if (given_for_others := getattr(matrices, name)) is not None:
+            raise ValueError(f"matrices.{name}: got {given_for_others!r} with others=None; accepted with it is None.")
     if others_rate is not None:
         require("others_rate", others_rate, 0.0)
     if others is None and not views:

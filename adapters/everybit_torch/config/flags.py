@@ -24,7 +24,7 @@ def config_from_flags(
 ) -> T:
     """A configuration from the flags of a command line; ``--help`` lists them.
 
-    A field is a flag with its dotted path: ``--algorithm.lr 3e-4 --algorithm.betas 0.9 0.95 --flat-gradients``. Three flags take names:
+    A field is a flag with its dotted path: ``--algorithm.lr 3e-4 --algorithm.betas 0.9 0.95 --metrics``. Three flags take names:
     ``--config FILE`` is where the others' defaults come from, ``--algorithm NAME`` chooses the optimizer, and ``--policy`` is a preset's
     name, a file, or None.
 

@@ -8,7 +8,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import everybit as eb
 from everybit.policies import PolicyName
@@ -132,6 +134,25 @@ GIVEN = {
     "second.inner.some": factors(3, 2),
     "own": factors(6, 3),
 }
+
+
+def changes_of_visitors() -> None:
+    """Rows that a rank scales of a matrix which its owner steps: of these the changed weights are named, and of no others."""
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False)).bfloat16()
+    fully_shard(model, mesh=mesh_of((2,)))
+    optimizer = create("muon", model, lr=1e-2, policy="LEAN_BF16", watch="bfloat16", others=None, compile=False)
+    model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.take_changed().discard()
+    optimizer.scale_rows({"1.weight": torch.tensor([1.0, 2.0, 1.0, 1.0, 0.5])})
+    taken = optimizer.take_changed()
+    assert taken.whole == ()
+    own = {0: [8 * 1 + column for column in range(8)], 1: [8 * 4 + column for column in range(8)]}[dist.get_rank()]
+    assert {name: where.tolist() for name, where, _ in taken} == {"0.weight": [], "1.weight": own}
+
+
+def test_changes_of_parameters_at_owners_are_of_the_scaled_rows() -> None:
+    run(2, changes_of_visitors)
 
 
 def make(name: str) -> Any:

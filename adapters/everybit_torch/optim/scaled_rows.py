@@ -33,7 +33,12 @@ def scale_rows(parameters: Parameters, factors: Mapping[int, Tensor], region_of:
             if id(one.parameter) in factors
         }
         if scaled:
-            rewrite_at_owners(visiting, scaled)
+            members, watch = [one.parameter for one in visiting.members], parameters.watch
+            if watch is not None:
+                watch.look(members)
+            rewrite_at_owners(visiting, scaled)  # which notes changes
+            if watch is not None:
+                watch.note(members)
 
 
 def _of_elements(parameter: Tensor, factors: Tensor, region: Region) -> Tensor:

@@ -198,7 +198,7 @@ def offloaded(strategy: Strategy, policy: eb.Policy | None, low: bool, transform
     ("strategy", "case"),
     [*itertools.product(("no_shard", "optim"), (0, 3, 6, 7, 9)), *(("optim_grads_params", case) for case in (0, 3, 6))],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_state_on_the_host_is_planned_to_the_byte(strategy: Strategy, case: int) -> None:
     policy, low, _, transform = CASES[case]
     for planned, there in run(2, offloaded, strategy, policy, low, transform):

@@ -210,7 +210,7 @@ def alone(name: str, policy: PolicyName, ranks: int) -> list[Weights]:
         ("optim_grads_params", "adamw", "FP32", (2, 2)),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_shards_have_the_bits_of_the_whole(
     strategy: Strategy, name: str, policy: PolicyName, shape: tuple[int, ...]
 ) -> None:

@@ -116,3 +116,22 @@ def test_pytorch_optimizers_gram_form_is_ours() -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         expected = matrix.zero_power_via_gram_newton_schulz(x, dtype=torch.float32)
         assert float((iteration.orthogonalized(x) - expected).abs().max()) <= 10 * 2.0**-24 * grown
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["spectral_unclamped", "match_rms_adamw", 1.0])
+def test_dions_muon_is_followed(scale: Any, nesterov: bool, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With our iteration in the place of its own, whose products round in another order. Its package is on git alone."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    peer = pytest.importorskip("dion.muon_reference")
+    iteration = eb.NewtonSchulz(arithmetic="float64", eps=1e-30)
+    monkeypatch.setattr(peer, "zeropower_via_newtonschulz5", lambda x, **_: iteration.orthogonalized(x))
+    adjusted = {"spectral_unclamped": "spectral_norm", "match_rms_adamw": "rms_norm", 1.0: None}[scale]
+
+    def make(params: list[Tensor]) -> Any:
+        return peer.Muon(params, lr=PEAK, nesterov=nesterov, adjust_lr=adjusted, weight_decay=0.1)
+
+    tx = eb.muon(schedule, averaged=False, nesterov=nesterov, scale=scale, iteration=iteration)
+    apart = deviation(ours(tx, shapes=BFLOAT16_SHAPES), theirs(make, shapes=BFLOAT16_SHAPES))
+    noted("dion", f"muon {scale}", apart)
+    assert apart <= FOLLOWED

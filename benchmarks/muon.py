@@ -33,7 +33,7 @@ WIDTHS = (128, 512, 2048, 4096, 8192)
 
 
 def times(rounds: int) -> dict[str, float]:
-    """Milliseconds of a step of torch's Muon and of ours in both forms, and of the iterations alone on a matrix of aspect 4."""
+    """Milliseconds of a step of torch's Muon and of ours in both forms."""
     gradients = [torch.randn(shape) for shape in SHAPES]
 
     def parameters() -> list[nn.Parameter]:

@@ -38,10 +38,8 @@ def like(parameter: Tensor, part: Tensor, shape: Sequence[int] | None = None) ->
     if not is_dtensor(parameter):
         return part
     shape = parameter.shape if shape is None else tuple(shape)
-    if part.device.type not in (
-        parameter.device_mesh.device_type,
-        "meta",
-    ):  # state on the host, which from_local would move
+    # State on the host, which from_local would move.
+    if part.device.type not in (parameter.device_mesh.device_type, "meta"):
         return with_part(parameter, part, shape, _dense(shape))
     from torch.distributed.tensor import DTensor
 
@@ -178,8 +176,7 @@ def row_shards(parameter: Tensor) -> RowShards | None:
         first, stop = found.edges(parameter.shape[0])[rank : rank + 2]
         if local(parameter).shape == (stop - first, *parameter.shape[1:]):
             return found
-    several = sum(not placement.is_replicate() for placement in parameter.placements) > 1
-    if several:
+    if sum(not placement.is_replicate() for placement in parameter.placements) > 1:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} has the placements {tuple(parameter.placements)}, as tensor parallelism and"
             " fully_shard cut it together, and its transform must see it whole. Accepted are matrices that one of both cuts by rows; write"

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import everybit as eb
 import everybit_torch
 from everybit_cli.compare.command import CLOSING
+from everybit_cli.models import build
+from everybit_torch import plan
 from tests.support.modules import module_at
 from tests.support.pages import ROOT
 
@@ -149,3 +152,16 @@ def test_a_report_of_pytest_is_counted(tmp_path: Path) -> None:
     assert counted(report, 1) == "4 passed, **2 failed**, 3 skipped"
     assert counted(report, -9) == "4 passed, **2 failed**, 3 skipped, **ended with code -9**"
     assert counted(tmp_path / "none", -9) == "**ended with code -9, without a report**"
+
+
+def test_the_plan_of_state_on_the_host_has_the_pages_sizes() -> None:
+    """In GB, as `everybit plan` with the page's options plans them."""
+    text = " ".join((ROOT / "docs/how-to/offload_to_the_host.md").read_text().split())
+    model, _ = build("llama-3-8b", torch.bfloat16)
+    found = plan(
+        model, eb.adamw(1e-3), policy="LEAN_BF16", strategy="no_shard", ranks=1, device="cuda", offload="state"
+    )
+    on_the_card = found.persistent["parameters"] + found.persistent["gradients"]
+    assert f"weights and gradients have {on_the_card / 1e9:.1f} GB of the card" in text
+    assert f"two pieces of state {found.persistent['staging'] / 1e9:.1f} GB" in text
+    assert f"all state has {found.host_bytes / 1e9:.1f} GB of the host" in text

@@ -298,5 +298,7 @@ def test_the_clip_of_the_others_is_of_their_gradients_alone() -> None:
         eb.muon(others=None, matrices=eb.Matrices(others_clip=1.0))
     with pytest.raises(ValueError, match=r"^matrices.others: got 'embed' with others=None; accepted with it is None"):
         eb.soap(matrices=eb.Matrices(others="embed"))
+    with pytest.raises(ValueError, match=r"^others_clip: got -1\.0; accepted is"):
+        eb.Matrices(others_clip=-1.0)
     with pytest.raises(ValueError, match=r"^others: got '\('; accepted are regular expressions"):
         eb.Matrices(others="(")

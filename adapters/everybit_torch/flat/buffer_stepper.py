@@ -19,7 +19,6 @@ from everybit_torch.flat.piece_optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.flat.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.flat.turns import Turns
 from everybit_torch.flat.validation import JudgedBuffers
-from everybit_torch.optim import Region
 from everybit_torch.segments import Memory, Places
 from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.models import synchronize_values
@@ -67,12 +66,7 @@ class BufferStepper(GradientCycle):
             replacing=self._replacing,
             watch=options.watch,
             offload=options.offload,
-            regions={
-                place.spec.name: Region((place.numel,), (place.offset,), (place.spec.numel,))
-                for buffer in self.buffers
-                for place in buffer.places
-            },
-            shapes={place.spec.name: place.spec.shape for buffer in self.buffers for place in buffer.places},
+            places={place.spec.name: place for buffer in self.buffers for place in buffer.places},
         )
         self._counts = self.outer.rank == 0 and (options.sharding.state or self.inner.rank == 0)
         axis = GroupAxis((self.inner,) if options.sharding.state else ())

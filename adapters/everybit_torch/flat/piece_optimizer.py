@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, spread
+from everybit_torch.flat.places import Place
 from everybit_torch.optim import Group, GroupMaker, Region, TorchOptimizer, evaluating
 from everybit_torch.segments import Compile, Offload, WatchedDType
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
@@ -74,8 +75,7 @@ class ShareOptimizer(TorchOptimizer):
         replacing: The context in which this rank's weights and state are replaced.
         watch: See :class:`~everybit_torch.TorchOptimizer`.
         offload: See there.
-        regions: Where this rank's part of each parameter lies in the whole, by name; None: the parts are DTensors, which say it.
-        shapes: The whole shape of each parameter by name, likewise.
+        places: Where this rank's part of each parameter lies, by name; None: the parts are DTensors, which say it.
     """
 
     of_stepper: ClassVar[bool] = True
@@ -92,10 +92,9 @@ class ShareOptimizer(TorchOptimizer):
         replacing: Callable[[], AbstractContextManager[None]],
         watch: WatchedDType | None = None,
         offload: Offload | None = None,
-        regions: Mapping[str, Region] | None = None,
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        places: Mapping[str, Place] | None = None,
     ) -> None:
-        self._regions, self._shapes = regions, shapes
+        self._places = places
         self._step_all, self._clear, self._replacing, self._is_made = step, clear, replacing, False
         self.fields = groups.fields
         names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
@@ -134,10 +133,13 @@ class ShareOptimizer(TorchOptimizer):
         self.own.groups[number].build(self.factory_arguments(group))
 
     def _region_of(self, name: str, parameter: Tensor) -> Region:
-        return super()._region_of(name, parameter) if self._regions is None else self._regions[name]
+        if self._places is None:
+            return super()._region_of(name, parameter)
+        place = self._places[name]
+        return Region((place.numel,), (place.offset,), (place.spec.numel,))
 
     def _whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
-        return super()._whole_shape(name, parameter) if self._shapes is None else self._shapes[name]
+        return super()._whole_shape(name, parameter) if self._places is None else self._places[name].spec.shape
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from everybit_torch import streams
 from everybit_torch.optim.parameters import Parameters
-from everybit_torch.segments import Segment, require_streams
+from everybit_torch.segments import Segment, empty_on_host, require_streams
 
 
 def move_to_host(own: Parameters) -> None:
@@ -48,5 +48,4 @@ def _of(segment: Segment) -> list[Tensor]:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    pinned = streams.has_streams(x.device)
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned).copy_(x, non_blocking=pinned)
+    return empty_on_host(x.shape, x.dtype, x.device).copy_(x, non_blocking=streams.has_streams(x.device))

@@ -19,7 +19,7 @@ from everybit_torch.arguments import WithAverage, argument_names, require_factor
 from everybit_torch.compiled import Factory
 from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
-from everybit_torch.optim import common_numbers, evaluating, following, moved_state, param_groups, scaled_rows, stepping
+from everybit_torch.optim import common_numbers, evaluating, following, moved_state, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
 from everybit_torch.optim.changes import Changed, Region, changed
 from everybit_torch.optim.groups import GroupMaker
@@ -28,7 +28,7 @@ from everybit_torch.optim.param_groups import Params
 from everybit_torch.optim.parameters import Parameters
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.seen import Seen
-from everybit_torch.optim.state_dicts import assigned, full_weights, loading, saving, torch_format
+from everybit_torch.optim.state_dicts import assigned, full_weights, loading, saving, scaled_rows, torch_format
 from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import Saved, read
 from everybit_torch.optim.states import ParameterState, States, state_replaced

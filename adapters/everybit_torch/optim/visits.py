@@ -99,7 +99,7 @@ class Visits:
         elements: int | None = None,
     ) -> None:
         self.visitors, self.shards, self.copies = list(visitors), shards, copies
-        self._device = local(self.visitors[0].parameter).device
+        self.device = local(self.visitors[0].parameter).device
         self.replicas = 1 if copies is None else copies.size
         self.here = (0 if copies is None else copies.rank, shards.rank)
         owners = [(replica, rank) for replica in range(self.replicas) for rank in range(shards.size)]
@@ -201,7 +201,7 @@ class Visits:
         for together in self._rounds if weights else [self.visitors]:
             for one in self._visit(together, weights=weights):
                 assert one.segment is not None
-                made[one] = {name: x.to(self._device) for name, x in of(one.segment).items()}
+                made[one] = {name: x.to(self.device) for name, x in of(one.segment).items()}
                 if weights:
                     one.leave()
         found: dict[Visitor, dict[str, Tensor]] = {one: {} for one in self.visitors}
@@ -355,8 +355,7 @@ class _Travel:
         self._shapes, self._dtype = shapes, dtype
         self._shards, self._here = visits.shards, visits.here
         self._replicas = visits.replicas
-        device = local(visits.visitors[0].parameter).device
-        self._exchange = AllToAll(what, visits.shards, visits.copies, device, self._length)
+        self._exchange = AllToAll(what, visits.shards, visits.copies, visits.device, self._length)
 
     def _of(self, owner: tuple[int, int]) -> list[tuple[Visitor, Sequence[int]]]:
         return [(one, shape) for one, shape in self._shapes if one.owner == owner]

@@ -68,15 +68,10 @@ class _Part:
             yield (min(-(-(end - begin) // block) * block, max(self.share - begin, 0)),), first
 
     def segments(self) -> list[Segment]:
-        """Make its segments, without memory. No random bits are drawn, so that elements need no indices."""
+        """Make its segments, without memory."""
         optimizer = self.optimizer()
-        tensors = [torch.empty(shape, dtype=self.dtype, device="meta") for shape, _ in self.stepped()]
-        return [Segment(optimizer, x, optimizer.init([x])) for x in tensors]
-
-    def bookkeeping(self) -> int:
-        """Bytes of the indices of elements."""
-        indices = [first for _, first in self.stepped()]
-        return sum(torch.int64.itemsize if isinstance(first, int) else nbytes(first) for first in indices)
+        stepped = [(torch.empty(shape, dtype=self.dtype, device="meta"), first) for shape, first in self.stepped()]
+        return [Segment(optimizer, x, optimizer.init([x]), first) for x, first in stepped]
 
 
 def plan_buffers(
@@ -107,9 +102,9 @@ def plan_buffers(
         segments += own
         for segment in own:
             state.update(kept_by(segment.state, one.resolved))
-        persistent["bookkeeping"] += one.bookkeeping()
-        if run.watched:
-            persistent["changed"] += sum(math.prod(shape) for shape, _ in one.stepped())
+            persistent["bookkeeping"] += nbytes(segment.first_tensor)
+            if run.watched:
+                persistent["changed"] += segment.tensor.numel()
         weights[short(one.resolved.params)] += sum(place.numel for place in one.buffer.places)
     if run.compile:
         for label in {id(one.label): one.label for one in parts}.values():

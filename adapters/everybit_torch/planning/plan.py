@@ -48,8 +48,7 @@ def plan_stepper(engine: BufferStepper | FSDP2Stepper, microbatches: int) -> Pla
     ranks = Ranks(engine.inner.size, engine.outer.size, engine.inner.rank, engine.outer.rank)
     device = next(iter(engine.parameters.values())).device
     metrics = engine.as_optimizer().metrics_enabled
-    beside = options.watch is not None, options.offload is not None
-    run = PlannedRun(options.sharding, ranks, microbatches, metrics, options.compile, device, *beside)
+    run = PlannedRun.of(options, ranks, microbatches, device, metrics=metrics)
     if isinstance(engine, BufferStepper):
         return plan_buffers(engine.parameters, engine.judged.buffers, labelled, run)
     return plan_units(engine.parameters, engine.judged.homes, labelled, run)
@@ -107,8 +106,7 @@ def plan(
     if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
         raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
     there = Ranks(inner_size, outer_size, inner_rank, outer_rank)
-    beside = chosen.watch is not None, chosen.offload is not None
-    run = PlannedRun(chosen.sharding, there, microbatches, metrics, chosen.compile, torch.device(device), *beside)
+    run = PlannedRun.of(chosen, there, microbatches, torch.device(device), metrics=metrics)
     require_model(model)
     left_alone, modules = ignored_ids(model, chosen.ignored), find_units(model, chosen.units)
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in left_alone}

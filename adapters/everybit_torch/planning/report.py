@@ -13,6 +13,7 @@ from everybit.policies import Resolved
 from everybit.stepping import OptimizerState, nbytes, state_bytes
 from everybit_torch.flat import Buffer
 from everybit_torch.segments import Segment, staging_bytes
+from everybit_torch.sharded.options import StepperOptions
 from everybit_torch.sharded.strategies import Sharding
 
 
@@ -47,8 +48,16 @@ class PlannedRun:
     metrics: bool
     compile: bool
     device: torch.device
-    watched: bool = False
-    offloaded: bool = False
+    watched: bool
+    offloaded: bool
+
+    @classmethod
+    def of(
+        cls, options: StepperOptions, ranks: Ranks, microbatches: int, device: torch.device, *, metrics: bool
+    ) -> PlannedRun:
+        """Return the run of a stepper with these options."""
+        watched, offloaded = options.watch is not None, options.offload is not None
+        return cls(options.sharding, ranks, microbatches, metrics, options.compile, device, watched, offloaded)
 
 
 @dataclass(frozen=True, slots=True)

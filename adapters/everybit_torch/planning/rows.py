@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -119,12 +119,13 @@ class _PlannedSegments:
         numel = -(-here.numel() // stored.block) * stored.block
         self._together[label, whole.dtype] = optimizer, elements + numel
 
-    def segments(self) -> list[Segment]:
-        """Make them, without memory."""
+    def segments(self) -> Iterator[Segment]:
+        """Yield them, without memory."""
         short = [
             (one, torch.empty(numel, dtype=dtype, device="meta")) for (_, dtype), (one, numel) in self._together.items()
         ]
-        return [Segment(one, x, one.init([x])) for one, x in (*self._alone, *short)]
+        for one, x in (*self._alone, *short):
+            yield Segment(one, x, one.init([x]))
 
 
 def _wire(

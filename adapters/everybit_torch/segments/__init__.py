@@ -1,7 +1,14 @@
 """Segments: a tensor that is stepped at once, its state, and the places of its elements in the model."""
 
 from everybit_torch.segments.contiguous import Memory, Run, neighbours
-from everybit_torch.segments.host_state import HostState, Offload, require_offload, require_streams, staging_bytes
+from everybit_torch.segments.host_state import (
+    HostState,
+    Offload,
+    empty_on_host,
+    require_offload,
+    require_streams,
+    staging_bytes,
+)
 from everybit_torch.segments.segment import PIECE, HostMemory, Segment, Watched, WatchedDType, piece_size, write
 from everybit_torch.segments.short import Bucket, indices, is_short, most_short, upper_words
 from everybit_torch.segments.single import Places, Single
@@ -27,6 +34,7 @@ __all__ = [
     "Watched",
     "WatchedDType",
     "Work",
+    "empty_on_host",
     "find_totals",
     "indices",
     "is_short",

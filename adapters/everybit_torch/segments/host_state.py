@@ -88,6 +88,11 @@ def require_streams(device: torch.device) -> None:
         )
 
 
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory on the host, pinned where copies to and from this device need it."""
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=streams.has_streams(device))
+
+
 class HostState:
     """The memory of one optimizer's state on the host, and the two slots on a device.
 
@@ -118,8 +123,8 @@ class HostState:
         return sum(x.nbytes for slot in self._slots for x in slot.memory)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory on the host, pinned where copies need it."""
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=streams.has_streams(self._device))
+        """Return memory on the host."""
+        return empty_on_host(shape, dtype, self._device)
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
 

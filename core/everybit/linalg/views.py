@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,8 +45,6 @@ class MatrixView(Options):
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
-        if self.kind not in get_args(ViewKind):
-            raise ValueError(f"kind: got {self.kind!r}; accepted are {', '.join(map(repr, get_args(ViewKind)))}.")
         if self.kind in ("heads", "interleaved"):
             _require_counts(f"{self.kind}: count", self.sizes, only=True)
         elif self.kind == "row_blocks":

@@ -9,7 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from everybit.base import Hyperparameter, Instance, Options, plain_name, require, require_name, require_patterns
+from everybit.base import (
+    Hyperparameter,
+    Instance,
+    NonNegativeConstant,
+    Options,
+    plain_name,
+    require,
+    require_name,
+    require_patterns,
+)
 from everybit.combinators import Chain, NamedChain, Partition, chain, partition
 from everybit.linalg import Kronecker, MatrixView, view_for
 from everybit.protocol import Transform, transforms_in
@@ -152,7 +161,7 @@ class Matrices(Options):
     views: Mapping[str, MatrixView] | None = None
     labels: Callable[[str, Tensor], str] | None = field(default=None, metadata={"in_files": False})
     others: str | None = None
-    others_clip: float | None = None
+    others_clip: NonNegativeConstant | None = None
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

@@ -140,17 +140,12 @@ def encode_all(parameters: Parameters, given: Given) -> dict[str, RoundingLoss]:
 
 def export_all(parameters: Parameters, of: Export = eb.Optimizer.export_fp32) -> dict[int, Tensor]:
     """Return, by id, each parameter's weights in its shape: with all the precision that is stored, or as ``of`` gives them."""
-
-    def export(segment: Segment) -> dict[str, Tensor]:
-        (weights,) = of(segment.optimizer, [segment.tensor], segment.here().state)
-        return {WEIGHTS: weights}
-
     found = {}
     for own in parameters.own():
-        weights = export(own.segment())[WEIGHTS]
+        weights = exported(own.segment(), of)
         found[id(own.parameter)] = like(own.parameter, weights.reshape(local(own.parameter).shape))
     for visiting in parameters.visiting:
-        for member, x in visiting.hand_out(export, weights=True):
+        for member, x in visiting.hand_out(lambda segment: {WEIGHTS: exported(segment, of)}, weights=True):
             found[id(member.parameter)] = x[WEIGHTS]
     return found
 
@@ -159,41 +154,37 @@ def store_all(parameters: Parameters, given: Mapping[int, Tensor]) -> None:
     """Store full-precision weights, by id of the parameter; state stays as it is, but for residuals."""
     parameters.note_loading()
     for own in parameters.own():
-        own.write(_store(own.segment(), local(given[id(own.parameter)])))
+        own.write(store(own.segment(), local(given[id(own.parameter)])))
     for visiting in parameters.visiting:
-        _store_at_owners(
+        store_at_owners(
             visiting, {id(one.parameter): _widened(given[id(one.parameter)], one) for one in visiting.members}
         )
 
 
-def rewrite_at_owners(visiting: Visiting, factors: Mapping[int, Tensor]) -> None:
-    """Multiply this rank's rows of parameters that visit owners, by id; every rank has to call it. State stays, but for residuals."""
-    exported = {id(one.parameter): x[WEIGHTS] for one, x in visiting.hand_out(_exported, weights=True)}
-    for key, factor in factors.items():
-        local(exported[key]).mul_(factor)
-    _store_at_owners(visiting, exported)
+def exported(segment: Segment, of: Export = eb.Optimizer.export_fp32) -> Tensor:
+    """Return a segment's weights in full precision, or as ``of`` gives them."""
+    (weights,) = of(segment.optimizer, [segment.tensor], segment.here().state)
+    return weights
 
 
-def _exported(segment: Segment) -> dict[str, Tensor]:
-    (weights,) = segment.optimizer.export_fp32([segment.tensor], segment.here().state)
-    return {WEIGHTS: weights}
-
-
-def _store(segment: Segment, weights: Tensor) -> Tensor:
+def store(segment: Segment, weights: Tensor) -> Tensor:
+    """Store the residuals of full-precision weights in a segment's state; return the weights as they are stored."""
     here = weights.to(segment.tensor.device).reshape(segment.tensor.shape)
     ctx = eb.Context(first_element=segment.first)
     params, state = segment.optimizer.import_fp32([here], [segment.tensor], segment.here().state, ctx)
-    write(segment.state, state)
+    write(segment.state.extra, state.extra)
     return params[0]
 
 
-def _store_at_owners(visiting: Visiting, given: Mapping[int, Tensor]) -> None:
-    def store(segment: Segment, values: Mapping[str, Tensor] | None) -> None:
+def store_at_owners(visiting: Visiting, given: Mapping[int, Tensor]) -> None:
+    """Store full-precision weights of parameters that visit owners, of which ranks have rows, by id. Every rank has to call it."""
+
+    def take(segment: Segment, values: Mapping[str, Tensor] | None) -> None:
         assert values is not None
-        segment.tensor = _store(segment, values[WEIGHTS])
+        segment.tensor = store(segment, values[WEIGHTS])
 
     steps = [one.step.clone() for one in visiting.members]
-    visiting.take({key: {WEIGHTS: x} for key, x in given.items()}, store, _weights, weights=True)
+    visiting.take({key: {WEIGHTS: x} for key, x in given.items()}, take, _weights, weights=True)
     for one, step in zip(visiting.members, steps, strict=True):
         one.step.copy_(step)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-import everybit as eb
+from everybit.stepping.entries import WEIGHTS
 from everybit_torch.optim.changes import Region
 from everybit_torch.optim.parameters import Own, Parameters
-from everybit_torch.optim.state_dicts.full_precision import rewrite_at_owners
-from everybit_torch.segments import write
+from everybit_torch.optim.state_dicts.full_precision import exported, store, store_at_owners
+from everybit_torch.optim.visiting import Visiting
+from everybit_torch.optim.watching import Watch
 from everybit_torch.torch_internals.dtensors import local
 
 
@@ -25,20 +27,31 @@ def scale_rows(parameters: Parameters, factors: Mapping[int, Tensor], region_of:
     """
     for own in parameters.own():
         if id(own.parameter) in factors:
-            _scale(parameters, own, _of_elements(own.parameter, factors[id(own.parameter)], region_of(own.parameter)))
+            with _noted(parameters.watch, [own.parameter]):
+                _scale(own, _of_elements(own.parameter, factors[id(own.parameter)], region_of(own.parameter)))
     for visiting in parameters.visiting:
-        scaled = {
-            id(one.parameter): _of_elements(one.parameter, factors[id(one.parameter)], Region.of(one.parameter))
-            for one in visiting.members
-            if id(one.parameter) in factors
-        }
-        if scaled:
-            members, watch = [one.parameter for one in visiting.members], parameters.watch
-            if watch is not None:
-                watch.look(members)
-            rewrite_at_owners(visiting, scaled)  # which notes changes
-            if watch is not None:
-                watch.note(members)
+        if any(id(one.parameter) in factors for one in visiting.members):
+            with _noted(parameters.watch, [one.parameter for one in visiting.members]):
+                _scale_at_owners(visiting, factors)
+
+
+@contextmanager
+def _noted(watch: Watch | None, written: Sequence[Tensor]) -> Iterator[None]:
+    """Let what is written inside count as changes that are in the masks."""
+    if watch is not None:
+        watch.look(written)
+    yield
+    if watch is not None:
+        watch.note(written)
+
+
+def _scale_at_owners(visiting: Visiting, factors: Mapping[int, Tensor]) -> None:
+    wide = {}
+    for one, x in visiting.hand_out(lambda segment: {WEIGHTS: exported(segment)}, weights=True):
+        wide[id(one.parameter)] = x[WEIGHTS]
+        if id(one.parameter) in factors:
+            local(x[WEIGHTS]).mul_(_of_elements(one.parameter, factors[id(one.parameter)], Region.of(one.parameter)))
+    store_at_owners(visiting, wide)
 
 
 def _of_elements(parameter: Tensor, factors: Tensor, region: Region) -> Tensor:
@@ -53,19 +66,11 @@ def _of_elements(parameter: Tensor, factors: Tensor, region: Region) -> Tensor:
     return given[indices // max(length, 1)].reshape(here.shape)
 
 
-def _scale(parameters: Parameters, own: Own, factors: Tensor) -> None:
-    segment, watch = own.segment(), parameters.watch
-    if watch is not None:
-        watch.look([own.parameter])
-    ctx = eb.Context(first_element=segment.first)
-    state = segment.here().state
-    (weights,) = segment.optimizer.export_fp32([segment.tensor], state)
-    weights = weights * factors.to(weights.dtype).reshape(weights.shape)
-    (stored,), scaled = segment.optimizer.import_fp32([weights], [segment.tensor], state, ctx)
+def _scale(own: Own, factors: Tensor) -> None:
+    segment = own.segment()
+    weights = exported(segment)
+    stored = store(segment, weights * factors.to(weights.dtype).reshape(weights.shape))
     watched = own.stepped.of.watched(own.number)
     if watched is not None:
         watched.note(segment.tensor.reshape(watched.mask.shape), stored.reshape(watched.mask.shape))
-    write(segment.state.extra, scaled.extra)
     own.write(stored)
-    if watch is not None:
-        watch.note([own.parameter])

@@ -20,24 +20,7 @@ from everybit_torch.collectives.reduction import (
 )
 
 __all__ = [
-    "AllToAll",
-    "Communicator",
-    "FusedSum",
-    "GradientWires",
-    "GroupAxis",
-    "Mesh",
-    "Mode",
-    "Reduction",
-    "Wire",
-    "accumulate",
-    "all_reduce_into",
-    "as_sent",
-    "cast",
-    "chunk_size",
-    "chunks",
-    "communicators",
-    "divide",
-    "ranks_of",
-    "reduce_scatter_into",
-    "sizes_of",
-]
+    "AllToAll", "Communicator", "FusedSum", "GradientWires", "GroupAxis", "Mesh", "Mode", "Reduction", "Wire",
+    "accumulate", "all_reduce_into", "as_sent", "cast", "chunk_size", "chunks", "communicators", "divide", "ranks_of",
+    "reduce_scatter_into", "sizes_of",
+]  # fmt: skip

@@ -16,21 +16,7 @@ from everybit_torch.compiled.traceable_numbers import Factory, fits, is_number
 from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 
 __all__ = [
-    "LIMIT",
-    "DeclinedError",
-    "DirectFunction",
-    "Factory",
-    "FusedSums",
-    "Inputs",
-    "Variants",
-    "can_compile",
-    "cause",
-    "compile_step",
-    "fits",
-    "has_compiler",
-    "is_like",
-    "is_number",
-    "let_length_vary",
-    "may_compile",
+    "LIMIT", "DeclinedError", "DirectFunction", "Factory", "FusedSums", "Inputs", "Variants", "can_compile", "cause",
+    "compile_step", "fits", "has_compiler", "is_like", "is_number", "let_length_vary", "may_compile",
     "tell_of_small_models",
-]
+]  # fmt: skip

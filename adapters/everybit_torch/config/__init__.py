@@ -36,29 +36,11 @@ from everybit_torch.config.trees import READER, OptimizerConfig, StepperConfig
 C = TypeVar("C")
 
 __all__ = [
-    "AdamConfig",
-    "AdamWConfig",
-    "Algorithm",
-    "LionConfig",
-    "OptimizerConfig",
-    "PolicyByName",
-    "PolicyRule",
-    "RMSpropConfig",
-    "SGDConfig",
-    "StepperConfig",
-    "algorithm",
-    "config_from_dict",
-    "config_from_flags",
-    "config_to_dict",
-    "json_schema",
-    "load_config",
-    "load_policy",
-    "policy_from_dict",
-    "policy_to_dict",
-    "register_algorithm",
-    "save_config",
-    "save_policy",
-]
+    "AdamConfig", "AdamWConfig", "Algorithm", "LionConfig", "OptimizerConfig", "PolicyByName", "PolicyRule",
+    "RMSpropConfig", "SGDConfig", "StepperConfig", "algorithm", "config_from_dict", "config_from_flags",
+    "config_to_dict", "json_schema", "load_config", "load_policy", "policy_from_dict", "policy_to_dict",
+    "register_algorithm", "save_config", "save_policy",
+]  # fmt: skip
 
 
 def config_from_dict(kind: type[C], data: Mapping[str, Any]) -> C:

@@ -7,12 +7,5 @@ from everybit_torch.flat.places import Buffer, Place
 from everybit_torch.flat.validation import judge, laid_out
 
 __all__ = [
-    "Buffer",
-    "BufferStepper",
-    "GradientCycle",
-    "LabelledGroups",
-    "Place",
-    "ShareOptimizer",
-    "judge",
-    "laid_out",
-]
+    "Buffer", "BufferStepper", "GradientCycle", "LabelledGroups", "Place", "ShareOptimizer", "judge", "laid_out",
+]  # fmt: skip

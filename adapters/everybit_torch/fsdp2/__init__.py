@@ -6,8 +6,5 @@ from everybit_torch.fsdp2.requirements import judge
 from everybit_torch.fsdp2.units import homes_of
 
 __all__ = [
-    "ExactReduceScatter",
-    "FSDP2Stepper",
-    "homes_of",
-    "judge",
-]
+    "ExactReduceScatter", "FSDP2Stepper", "homes_of", "judge",
+]  # fmt: skip

@@ -23,19 +23,9 @@ from everybit.stepping.layout import INNER, STEP, WEIGHTS, Layout, Row
 from everybit.stepping.optimizer import OptimizerState
 
 __all__ = [
-    "INNER",
-    "STEP",
-    "VERSION",
-    "VERSION_KEY",
-    "WEIGHTS",
-    "CutRule",
-    "Entry",
-    "Role",
-    "cut",
-    "entries",
-    "field_of",
+    "INNER", "STEP", "VERSION", "VERSION_KEY", "WEIGHTS", "CutRule", "Entry", "Role", "cut", "entries", "field_of",
     "map_parts",
-]
+]  # fmt: skip
 
 VERSION = 2
 """Of the names: state dicts say under :data:`VERSION_KEY` by which they are written."""

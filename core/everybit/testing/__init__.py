@@ -36,30 +36,12 @@ from everybit.testing.examples import Build, assert_same_bits, example_grads, ex
 from everybit.testing.own_transforms import REGISTRY
 
 __all__ = [
-    "CHECKS",
-    "REGISTRY",
-    "Build",
-    "Conformance",
-    "assert_same_bits",
-    "assert_transform_conforms",
-    "check_compiled_equals_eager",
-    "check_cut",
-    "check_differentiable",
-    "check_flat_equals_tree",
-    "check_format",
-    "check_hyperparameters_are_data",
-    "check_meta_init",
-    "check_no_recompilation",
-    "check_no_wait",
-    "check_periodic_work",
-    "check_pure",
-    "check_resume_equals_continue",
-    "check_shards_equal_whole",
-    "check_state_is_a_fixed_point",
-    "check_vmap",
-    "example_grads",
-    "example_params",
-]
+    "CHECKS", "REGISTRY", "Build", "Conformance", "assert_same_bits", "assert_transform_conforms",
+    "check_compiled_equals_eager", "check_cut", "check_differentiable", "check_flat_equals_tree", "check_format",
+    "check_hyperparameters_are_data", "check_meta_init", "check_no_recompilation", "check_no_wait",
+    "check_periodic_work", "check_pure", "check_resume_equals_continue", "check_shards_equal_whole",
+    "check_state_is_a_fixed_point", "check_vmap", "example_grads", "example_params",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ def of_ours(name: str, policy: str) -> int:
 @pytest.mark.parametrize(
     ("name", "policy"), [("adamw", "FP32"), ("adamw", "LEAN_BF16"), ("muon", "LEAN_BF16"), ("lamb", "FP32")]
 )
+@pytest.mark.sampled(3)
 def test_forty_steps_leave_no_more_objects_than_ten(name: str, policy: str) -> None:
     # Torch's caches and its profiler may add a few, once; an object for each step and parameter would be 240.
     assert all(found < STEPS - FIRST for found in run(2, of_ours, name, policy))

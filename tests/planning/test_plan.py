@@ -313,6 +313,7 @@ RECIPES: dict[str, tuple[eb.Policy, int, int, int, int]] = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.sampled(5)
 def test_the_seeds_bytes_per_parameter(recipe: str, ranks: int) -> None:
     """18, 16, 12, 10 and 8 bytes, and what each strategy divides of them."""
     policy, weights, main, gradient, state = RECIPES[recipe]

@@ -145,6 +145,7 @@ def of_stepper(strategy: Strategy, outer: bool, policy: PolicyName, folder: str)
         ("optim_grads_params", 4, True, "KAHAN_BF16"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_ranks_of_a_stepper_name_their_shares(
     strategy: Strategy, ranks: int, outer: bool, policy: PolicyName, tmp_path: Any
 ) -> None:

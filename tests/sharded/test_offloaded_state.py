@@ -120,7 +120,7 @@ def of_steppers(strategy: Strategy, name: str, policy: PolicyName, shape: tuple[
         ("optim_grads_params", "lamb", "FP32", (2, 2)),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_steppers_have_the_bits_of_a_step_without_it(
     strategy: Strategy, name: str, policy: PolicyName, shape: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def compare(name: str, policy: PolicyName) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.sampled(2)
 def test_totals_over_all_elements_and_over_each_parameter_are_those_of_one_process_under_every_placement(
     name: str,
 ) -> None:

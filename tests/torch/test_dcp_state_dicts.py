@@ -27,6 +27,7 @@ def made(name: eb.OptimizerName, policy: PolicyName) -> tuple[nn.Sequential, et.
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("name", eb.optimizers())
+@pytest.mark.sampled(3)
 def test_every_named_optimizer_goes_on_from_the_state_that_dcp_gets_and_sets(
     name: eb.OptimizerName, flatten: bool
 ) -> None:

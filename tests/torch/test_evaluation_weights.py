@@ -248,6 +248,7 @@ def test_eval_does_nothing_where_the_trained_weights_are_evaluated() -> None:
 
 @pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "EXACT_BF16"])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "rmsprop"])
+@pytest.mark.sampled(4)
 def test_an_average_in_one_argument_is_that_of_all_weights_so_far(name: Any, policy: Any) -> None:
     """Against float64: the average's own float32 rounds 40 times by 2**-24 of numbers below 4, and so does each exported weight."""
     rate, steps = 0.9, 40

@@ -186,6 +186,7 @@ def resized(vector: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("change", [strided, resized])
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.sampled(2)
 def test_vectors_alone_are_followed_as_in_torch(change: Callable[[nn.Parameter], None], compile: bool) -> None:
     results = []
     for theirs in (False, True):

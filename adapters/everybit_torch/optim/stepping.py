@@ -20,6 +20,7 @@ from everybit_torch.placements import axis_of, is_primary_copy, mesh_of
 from everybit_torch.segments import Partial, Run, Segment, Single, Work, find_totals
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import local
+from everybit_torch.torch_internals.kernel_calls import KernelCalls, Prepared
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +49,8 @@ class Task:
         return self.stepped.of.gather(self.grads)
 
 
+_DENSE = {torch.strided}
+
 # -- 1: gradients; nothing is changed yet ---------------------------------------------------------------------------------------
 
 
@@ -62,7 +65,7 @@ def find_gradients(parameters: Parameters) -> tuple[list[Task], list[Visit]]:
             different parameters. Or some that visit have none, and their transform's estimate is one for all.
     """
     found = [(one, gradients(one)) for one in parameters.stepped]
-    if mixed := [one for one, grads in found if any(g is None for g in grads) and any(g is not None for g in grads)]:
+    if mixed := [one for one, grads in found if len(grads) > 1 and len({grad is None for grad in grads}) > 1]:
         if is_capturing():
             raise RuntimeError(
                 f"{mixed[0].names[0]}: a CUDA graph is being captured, and of the parameters that are stepped together with it some have no"
@@ -94,7 +97,7 @@ def gradients(one: Stepped) -> list[Tensor | None]:
         TypeError: A sparse gradient.
     """
     grads = [parameter.grad for parameter in one.of.parameters]
-    if {grad.layout for grad in grads if grad is not None} - {torch.strided}:
+    if {grad.layout for grad in grads if grad is not None} - _DENSE:
         name, layout = next(
             (name, grad.layout)
             for name, grad in zip(one.names, grads, strict=True)
@@ -208,9 +211,11 @@ def step(
         host.begin([task.stepped.of.segment for task in here if task.stepped.of.segment.host is host])
     looked_up = [] if metrics or torch.compiler.is_compiling() else here
     ready = {task: one for task in looked_up if (one := _ready(task)) is not None}
+    for call, arguments in [call for one in ready.values() for call in one.calls]:
+        call(*arguments)
+    torch.autograd.graph.increment_version([x for one in ready.values() for x in one.written])
     for task in here:
         if task in ready:
-            ready[task].call(ready[task].grad)
             continue
         grad, task.gathered = task.gather() if task.gathered is None else task.gathered, None
         found = step_one(task, grad, metrics=metrics)
@@ -240,10 +245,17 @@ def _written(tasks: Sequence[Task], visits: Sequence[Visit]) -> list[Tensor]:
 
 
 class _Ready(NamedTuple):
-    """The call that steps a segment as it was stepped last, and the count of steps before it."""
+    """The calls that step a segment as it was stepped last.
 
-    call: Callable[[Tensor], object]
-    grad: Tensor
+    Attributes:
+        calls: The calls.
+        written: The tensors to which they write unseen by autograd.
+        segment: The segment.
+        before: The count of steps before this one.
+    """
+
+    calls: list[Prepared]
+    written: list[Tensor]
     segment: Segment
     before: int | None
 
@@ -252,7 +264,7 @@ def _ready(task: Task) -> _Ready | None:
     """Return the call for parameters that are stepped where they lie; None: code is found at their turn.
 
     A long segment leaves nothing of Python's in the caches: what comes between two of them then takes five times as long. So calls are
-    made before the first.
+    prepared before the first, and writes are counted after the last.
     """
     one, segment = task.stepped, task.stepped.of.segment
     if segment.optimizer.reduces or not isinstance(one.of, (Single, Run)):
@@ -261,7 +273,12 @@ def _ready(task: Task) -> _Ready | None:
         return None  # copies, of which one is there at a time
     grad = task.grads[0] if isinstance(one.of, Single) else task.gather()
     call = one.steps.again(segment, grad, one.decision, task.due)
-    return None if call is None else _Ready(call, grad, segment, segment.count.known(segment.state.step))
+    if call is None:
+        return None
+    before = segment.count.known(segment.state.step)
+    if isinstance(call, KernelCalls):
+        return _Ready(call.prepared(grad), call.written, segment, before)
+    return _Ready([(call, [grad])], [], segment, before)
 
 
 def measured_mesh(parameters: Parameters) -> DeviceMesh | None:

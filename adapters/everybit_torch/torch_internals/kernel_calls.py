@@ -24,6 +24,9 @@ from torch import Tensor
 SCRATCH = 1 << 12
 """Bytes of buffers that are kept beside the inputs: coefficients are fewer, and what is as long as a parameter is not kept."""
 
+Prepared = tuple[Callable[..., object], list[Any]]
+"""A function and its arguments."""
+
 _KERNEL = "cpp_fused"
 _HARMLESS = {"clear", "empty_strided_cpu", "reinterpret_tensor", "torch"}
 
@@ -100,12 +103,19 @@ class KernelCalls:
     calls: list[_Call]
     written: list[Tensor]
 
-    def __call__(self, varying: Tensor) -> None:
-        """Call the kernels, and have autograd count the writes."""
+    def prepared(self, varying: Tensor) -> list[Prepared]:
+        """Return the kernels with all their arguments. Who calls them has autograd count the writes."""
+        prepared = []
         for kernel, arguments, places in self.calls:
             given = arguments.copy()
             for place in places:
                 given[place] = varying
+            prepared.append((kernel, given))
+        return prepared
+
+    def __call__(self, varying: Tensor) -> None:
+        """Call the kernels, and have autograd count the writes."""
+        for kernel, given in self.prepared(varying):
             kernel(*given)
         torch.autograd.graph.increment_version(self.written)
 

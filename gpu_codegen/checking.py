@@ -9,8 +9,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from everybit.testing.examples import assert_same_bits
+from everybit_torch.torch_internals.kernel_calls import CompiledGraph
 from gpu_codegen import interpreting
 from gpu_codegen.capture import Kernel
 from gpu_codegen.cases import Case, cases
@@ -98,16 +100,26 @@ def different_bits(name: str, compiled: Compiled) -> list[str]:
 def different_bits_of(case: Case, compiled: Compiled, elements: int) -> list[str]:
     """As :func:`different_bits`, for a unit of so many elements."""
     prepared = prepare(case, elements)
-    expected, got = prepared.clone(), prepared.clone()
+    expected, got, again = prepared.clone(), prepared.clone(), prepared.clone()
     take(case, expected)
-    tensors = got.tensors()
     from triton.runtime.errors import InterpreterError
 
+    def arguments(tensors: Sequence[Tensor]) -> list[Tensor | int]:
+        return [elements // -place if place < 0 else tensors[place] for place in compiled.inputs]
+
     try:
-        interpreting.run(
-            compiled.wrapper, [elements // -place if place < 0 else tensors[place] for place in compiled.inputs]
-        )
-        assert_same_bits(tensors, expected.tensors(), "interpreted, against eager")
+        with interpreting.loaded(compiled.wrapper) as module:
+            module.call(arguments(got.tensors()))
+            assert_same_bits(got.tensors(), expected.tensors(), "interpreted, against eager")
+            tensor, other, *rest = again.tensors()
+            other = torch.zeros_like(other)
+            kernels = CompiledGraph(module.call, [module]).kernels_for(
+                arguments([tensor, other, *rest]), other, [tensor]
+            )
+            if kernels is None:
+                return ["kernels by themselves: got none; accepted are those of all code."]
+            kernels(prepared.grad)
+            assert_same_bits([tensor, prepared.grad, *rest], expected.tensors(), "kernels by themselves, against eager")
     except (InterpreterError, AssertionError) as error:  # the code asserts the sizes of what its operators return
         return [str(error) if isinstance(error, AssertionError) else f"interpreted: {error}"]
     return []

@@ -36,6 +36,13 @@ _NUMBER = itertools.count()
 
 def run(wrapper: Wrapper, arguments: Sequence[Tensor | int]) -> None:
     """Run captured code on tensors of the CPU, in place."""
+    with loaded(wrapper) as module:
+        module.call(list(arguments))
+
+
+@contextmanager
+def loaded(wrapper: Wrapper) -> Iterator[ModuleType]:
+    """Captured code as a module, whose ``call`` runs on tensors of the CPU, in place."""
     from torch._inductor.async_compile import AsyncCompile
 
     with (
@@ -49,7 +56,7 @@ def run(wrapper: Wrapper, arguments: Sequence[Tensor | int]) -> None:
         module = load(wrapper.source)
         module.empty_strided_cuda = module.empty_strided_cpu
         module.get_raw_stream = lambda _index: 0
-        module.call(list(arguments))
+        yield module
 
 
 class _Launcher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ import everybit as eb
 from everybit.testing import CHECKS, REGISTRY, check_compiled_equals_eager
 from everybit.testing.examples import assert_same_bits
 from everybit_torch import EXACT_OPTIONS, AdamW, FlatStepper, TorchOptimizer
+from everybit_torch.streams import make
+from everybit_torch.torch_internals.kernel_calls import CompiledGraph
 from tests.support.devices import require_device, some
 from tests.support.exact_models import whole_of
 
@@ -102,6 +105,40 @@ def test_a_compiled_step_is_two_kernels_and_no_transfer(policy: str, device: tor
     names = [name for name in there if not name.startswith("Optimizer.step#")]  # torch's mark of the whole step
     assert any(event.device_type.name == "CPU" for event in found.events())
     assert len(names) == (LAUNCHES.get(policy, 2) if device.type == "cuda" else 0), names
+
+
+@pytest.mark.parametrize("policy", some(["FP32", "LEAN_BF16"]))
+def test_later_steps_call_kernels_by_themselves(
+    policy: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the stream on which they were found; on another they are found anew. Weights of a layer, with their bits."""
+    runs: list[int] = []
+    run = CompiledGraph.__call__
+
+    def noted(self: CompiledGraph, *args: Any) -> Any:
+        runs.append(1)
+        return run(self, *args)
+
+    monkeypatch.setattr(CompiledGraph, "__call__", noted)
+    dtype = getattr(torch, PRESETS[policy].model_dtype)
+    made = [nn.Parameter(torch.linspace(-1, 1, (1 << 20) + 16, device=device).to(dtype)) for _ in range(2)]
+    ours, expected = (
+        AdamW([one], policy=PRESETS[policy], compile=is_ours) for one, is_ours in zip(made, (True, False), strict=True)
+    )
+    streams = [torch.cuda.current_stream(), make(device)] if device.type == "cuda" else []
+    counts = []
+    for step in range(8):
+        for one in made:
+            one.grad = torch.linspace(1, -1, one.numel(), device=device).to(dtype) * (step + 1)
+        with torch.cuda.stream(streams[step // 5]) if streams else nullcontext():
+            ours.step()
+        if streams:
+            torch.cuda.synchronize()
+        expected.step()
+        counts.append(len(runs))
+    assert counts[2] == counts[4], counts
+    assert counts[5] == counts[7] == counts[4] + len(streams) // 2, counts
+    assert_same_bits([made[0].detach()], [made[1].detach()], "kernels by themselves, against uncompiled")
 
 
 def test_a_step_on_a_device_is_that_of_the_host(device: torch.device) -> None:

@@ -1,10 +1,12 @@
-"""The kernels of compiled steps on a CPU are called by themselves after the first steps: with eager's bits, and autograd's knowledge."""
+"""The kernels of compiled steps are called by themselves after the first steps: with eager's bits, and autograd's knowledge."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from types import ModuleType
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import AdamW
+from everybit_torch.segments import steps
 from everybit_torch.torch_internals.kernel_calls import SCRATCH, CompiledGraph, loaded_modules
 from tests.support.small_models import same_bits
 
@@ -175,6 +178,83 @@ def test_kernels_are_called_with_the_arguments_themselves_and_the_present_gradie
     assert graph(body, modules=2).kernels_for([X, Y], Y, [X]) is None
     assert given.kernels_for([X, X], X, [X]) is None, "one memory for two arguments"
     assert given.kernels_for([X, Y], Y, [X]) is None, "what was refused is not looked at at every step"
+
+
+@dataclass
+class Gpu:
+    """What torch says of a GPU, and the launcher of a kernel for it."""
+
+    device: int = 0
+    stream: int = 7
+    is_capturing: bool = False
+    launched: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def run(self, *args: Any, stream: int) -> None:
+        self.launched.append((*args, stream))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    answers: dict[str, Callable[..., Any]] = {
+        "_DeviceGuard": lambda _: nullcontext(), "set_device": lambda _: None, "current_device": lambda: made.device,
+        "is_current_stream_capturing": lambda: made.is_capturing,
+        "current_stream": lambda: SimpleNamespace(cuda_stream=made.stream),
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return made
+
+
+def test_kernels_for_a_gpu_are_queued_where_they_were_found_and_nowhere_else(gpu: Gpu) -> None:
+    """As Inductor writes it; on another stream, under a capture, or for a tensor that is not aligned, torch calls the code."""
+    body = """
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        x = copy_if_misaligned(x)
+        b = empty_strided_cuda((4,), (1,), torch.float32)
+        raw_stream0 = get_raw_stream(0)
+        triton_poi_fused_0.run(x, b, y, 4, stream=raw_stream0)
+    return ()"""
+    names: dict[str, Any] = {
+        "copy_if_misaligned": lambda x: x,
+        "empty_strided_cuda": _empty,
+        "get_raw_stream": lambda _: 7,
+    }
+    given = graph(body, triton_poi_fused_0=gpu, **names)
+    calls = given.kernels_for([X, Y], Y, [X])
+    assert calls is not None
+    assert calls.take(Y)
+    calls(other := torch.zeros(4))
+    ((first, _, gradient, four, stream),) = gpu.launched
+    assert (first is X, gradient is other, four, stream) == (True, True, 4, 7)
+    apart = torch.zeros(5)[1:]
+    assert not calls.take(apart)
+    assert given.kernels_for([X, apart], apart, [X]) is None
+    for name, value in (("is_capturing", True), ("stream", 8), ("device", 1)):
+        setattr(gpu, name, value)
+        assert not calls.take(Y)
+        assert given.kernels_for([X, Y], Y, [X]) is None
+        gpu.device, gpu.stream, gpu.is_capturing = 0, 7, False
+    assert given.kernels_for([X, Y], Y, [X]) is not None
+
+
+def test_numbers_that_a_captured_step_reads_are_not_those_of_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay what they are, and kernels that read them are not called any more."""
+
+    def weights(compile: bool) -> list[Tensor]:
+        parameter = nn.Parameter(torch.linspace(-1.0, 1.0, 400))
+        optimizer = AdamW([parameter], lr=1e-2, compile=compile)
+        for step in range(6):
+            optimizer.param_groups[0]["lr"] = 1e-2 if step < 4 else 1e-3
+            parameter.grad = torch.cos(torch.arange(400.0) + step)
+            optimizer.prepare()
+            with monkeypatch.context() as captured:
+                captured.setattr(steps, "is_capturing", lambda step=step: compile and step == 3)
+                optimizer.step()
+        return [parameter.detach()]
+
+    assert same_bits(weights(True), weights(False))
 
 
 def test_without_the_place_where_modules_are_loaded_none_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ class Steps:
         kept = self._kept.get(segment)
         if kept is None or kept.tensor is not segment.tensor or kept.chosen != (decision, due):
             return None
-        return kept.kernels if is_like(grad, kept.tensor, kept.grad_dtype) else None
+        return kept.kernels if is_like(grad, kept.tensor, kept.grad_dtype) and kept.kernels.take(grad) else None
 
     def _learned(self, segment: Segment, inputs: Inputs) -> Callable[[Tensor], object] | None:
         """The call of the code that ran last for a segment; kernels are kept for the steps to come."""
@@ -300,6 +300,7 @@ class Steps:
         held = self._numbers.get(device)
         if held is None or held.numel() != len(values) or any(held is one for one in self._in_graphs):
             held = self._numbers[device] = torch.empty(len(values), dtype=torch.float64, device=device)
+            self._kept.clear()  # kernels that read the numbers of before
         # A copy that blocks waits until the device has done all that it was told.
         held.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=copies_need_no_wait(device))
         return held

@@ -1,9 +1,10 @@
 """The kernels of a compiled graph, called without the code around them.
 
-Inductor generates a module for each graph: kernels in C++, and a function ``call`` that allocates small buffers, makes views of them and
-calls the kernels. Three layers of torch stand before ``call``. All of it takes 15 microseconds, and several times as many after a kernel
-that has filled the processor's caches; a kernel of 70,000 elements takes 50. Here ``call`` is run once for some inputs without its kernels,
-and the calls that it makes are kept, to be made again for the same inputs and another gradient.
+Inductor generates a module for each graph: kernels in C++ or Triton, and a function ``call`` that allocates small buffers, makes views of
+them and calls the kernels. Three layers of torch stand before ``call``. On a CPU all of it takes 15 microseconds, and several times as many
+after a kernel that has filled the processor's caches; a kernel of 70,000 elements takes 50. On a GPU it takes the host longer than the
+device takes for a layer's weights. Here ``call`` is run once for some inputs without its kernels, and the calls that it makes are kept, to
+be made again for the same inputs and another gradient.
 
 A generated module that does more than that is called as torch calls it.
 """
@@ -13,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from threading import get_ident
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +29,34 @@ SCRATCH = 1 << 12
 Prepared = tuple[Callable[..., object], list[Any]]
 """A function and its arguments."""
 
-_KERNEL = "cpp_fused"
-_HARMLESS = {"clear", "empty_strided_cpu", "reinterpret_tensor", "torch"}
+_ON_HOST, _ON_DEVICE = "cpp_fused", "triton_"
+"""How the names of kernels begin."""
+
+_HARMLESS = {"clear", "empty_strided_cpu", "reinterpret_tensor", "torch"} | {
+    "empty_strided_cuda", "copy_if_misaligned", "get_raw_stream", "run", "cuda", "_DeviceGuard", "set_device",
+}  # fmt: skip
+
+_ALIGNMENT = 16
+"""Bytes. Kernels of a GPU load as many at once; torch passes them a copy of a tensor that does not begin at a multiple."""
+
+
+class _Queue(NamedTuple):
+    """Where kernels of a GPU are queued.
+
+    Attributes:
+        device: The number of the current device.
+        stream: The address of its current stream.
+    """
+
+    device: int
+    stream: int
+
+    @classmethod
+    def present(cls) -> _Queue | None:
+        """Return where kernels are queued now; None while a CUDA graph is captured, which would keep the addresses of buffers."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return cls(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
 
 
 @dataclass(slots=True)
@@ -61,25 +89,36 @@ class CompiledGraph:
 
         Returns:
             The calls. None: the graph does more than to call kernels, or it needs much memory of its own, or returns something. It is then
-            not looked at again.
+            not looked at again. Or it is for a GPU, on which something is captured, or another device is current, or tensors are not
+            aligned.
         """
         call: Any = self._call
         if call is None:
             return None
-        calls: list[_Call] = []
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        queue = None
+        if any(name.startswith(_ON_DEVICE) for name in call.__code__.co_names):
+            queue = _Queue.present()
+            if queue is None or not all(map(_is_aligned, tensors)):
+                return None
+        names, calls = call.__globals__, list[_Call]()
+        kernels = {name: x for name, x in names.items() if name.startswith((_ON_HOST, _ON_DEVICE))}
+        queues: set[_Queue] = set()
+        names = names | {name: _noting(kernel, calls) for name, kernel in kernels.items()}
 
-        def noting(kernel: Callable[..., Any]) -> Callable[..., None]:
-            return lambda *given: calls.append(_Call(kernel, list(given), []))
+        def noted_stream(device: int) -> int:
+            stream: int = call.__globals__["get_raw_stream"](device)
+            queues.add(_Queue(device, stream))
+            return stream
 
-        names = {name: noting(value) if name.startswith(_KERNEL) else value for name, value in call.__globals__.items()}
+        names["get_raw_stream"] = noted_stream
         dry = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
         result = dry(None, list(args)) if call.__code__.co_argcount == 2 else dry(list(args))
-        tensors = [x for x in args if isinstance(x, Tensor)]
         own = {x.data_ptr(): x for x in tensors}
         if result or len(own) < len(tensors) or not _settle(calls, own, varying):
             self._call = None
             return None
-        return KernelCalls(calls, list(written))
+        return KernelCalls(calls, list(written), queue) if queues <= {queue} else None
 
 
 class _Call(NamedTuple):
@@ -96,15 +135,38 @@ class _Call(NamedTuple):
     places: list[int]
 
 
+def _noting(kernel: Any, calls: list[_Call]) -> Any:
+    """What notes calls in the place of a kernel: of a function, or of the launcher of a kernel for a GPU."""
+
+    def run(*given: Any, stream: int) -> None:
+        calls.append(_Call(partial(kernel.run, stream=stream), list(given), []))
+
+    def called(*given: Any) -> None:
+        calls.append(_Call(kernel, list(given), []))
+
+    return SimpleNamespace(run=run) if hasattr(kernel, "run") else called
+
+
 @dataclass(frozen=True, slots=True)
 class KernelCalls:
-    """Calls of kernels, in order. A kernel reads the address of each tensor when it is called."""
+    """Calls of kernels, in order. A kernel reads the address of each tensor when it is called.
+
+    Attributes:
+        calls: The calls.
+        written: The tensors to which they write.
+        queue: For a GPU, where they are queued, and where their buffers belong.
+    """
 
     calls: list[_Call]
     written: list[Tensor]
+    queue: _Queue | None = None
+
+    def take(self, varying: Tensor) -> bool:
+        """Whether the kernels may be called now, with this tensor in the place of what varies."""
+        return self.queue is None or (_is_aligned(varying) and self.queue == _Queue.present())
 
     def prepared(self, varying: Tensor) -> list[Prepared]:
-        """Return the kernels with all their arguments. Who calls them has autograd count the writes."""
+        """Return the kernels with all their arguments. The caller has autograd count the writes."""
         prepared = []
         for kernel, arguments, places in self.calls:
             given = arguments.copy()
@@ -118,6 +180,10 @@ class KernelCalls:
         for kernel, given in self.prepared(varying):
             kernel(*given)
         torch.autograd.graph.increment_version(self.written)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % _ALIGNMENT == 0
 
 
 def _settle(calls: list[_Call], own: dict[int, Tensor], varying: Tensor) -> bool:
@@ -139,14 +205,15 @@ def _settle(calls: list[_Call], own: dict[int, Tensor], varying: Tensor) -> bool
 
 
 def _only_calls_kernels(modules: list[ModuleType]) -> FunctionType | None:
-    """The function that calls the kernels of a graph, if by its names it allocates buffers on the host and calls kernels, and no more."""
-    if len(modules) != 1:
+    """The function that calls the kernels of a graph, if by its names it allocates buffers and calls kernels, and no more."""
+    graphs = [module for module in modules if hasattr(module, "call")]  # beside it the modules of kernels in Triton
+    if len(graphs) != 1:
         return None
-    call = getattr(modules[0], "call", None)
+    call = getattr(graphs[0], "call", None)
     function = getattr(call, "__func__", call)
     if not isinstance(function, FunctionType):
         return None
-    others = {name for name in function.__code__.co_names if not name.startswith(_KERNEL)} - _HARMLESS
+    others = {name for name in function.__code__.co_names if not name.startswith((_ON_HOST, _ON_DEVICE))} - _HARMLESS
     is_plain = all(isinstance(getattr(torch, name, None), torch.dtype) for name in others)
     return function if is_plain else None
 

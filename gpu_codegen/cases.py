@@ -61,7 +61,7 @@ class Case:
         """What masks and labels say of the parameters, which are those of a matrix."""
         asked = choices(self.factory(**self.arguments))
         matrix = torch.empty(2, 2, device="meta")
-        return Decision(tuple(choice("", matrix) for choice in asked), None) if asked else None
+        return Decision(tuple(choice("weight", matrix) for choice in asked), None) if asked else None
 
     @property
     def built(self) -> eb.Optimizer[Any]:

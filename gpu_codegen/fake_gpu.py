@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SUPPORTED = ((2, 13), (2, 16))
+SUPPORTED = ((2, 11), (2, 16))
 """The torch releases that this was written for: from the first, to below the second."""
 
 
@@ -120,6 +120,7 @@ def _answers(device: Device) -> Iterator[tuple[Any, dict[str, Callable[..., Any]
     """What is replaced, and by what: functions of the device, of its interface to Dynamo, and those that would start a driver."""
     import torch._inductor.fx_passes.joint_graph as joint_graph
     import torch._inductor.fx_passes.post_grad as post_grad
+    import torch._subclasses.fake_tensor as fake_tensor
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime import triton_helpers
 
@@ -180,6 +181,7 @@ def _answers(device: Device) -> Iterator[tuple[Any, dict[str, Callable[..., Any]
     }  # fmt: skip
     yield CudaInterface.Worker, {name: staticmethod(answer) for name, answer in of_worker.items()}
     yield triton_helpers, {"set_driver_to_gpu": always(None)}
+    yield fake_tensor, {"init_gpu_context": always(None)}
     # These run matrix products on the device to look for patterns in graphs, of which a step has none.
     yield joint_graph, {"lazy_init": always(None)}
     yield joint_graph.UniformValueConstantFolder, {"_deduce_value": _deduced_on_the_host(joint_graph)}

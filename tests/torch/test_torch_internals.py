@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.torch_internals import light_optimizer, tensors
+from everybit_torch.torch_internals import compiler, light_optimizer, tensors
 
 SOURCE = Path(__file__).parents[2] / "adapters/everybit_torch"
 
@@ -56,6 +56,7 @@ USED = [
     ("torch._inductor.config", "aggressive_fusion", "device_options"),
     ("torch._inductor.config", "score_fusion_memory_threshold", "device_options"),
     ("torch._inductor.config", "loop_ordering_after_fusion", "device_options"),
+    ("torch._inductor.sizevars", "SizeVarAllocator.statically_known_multiple_of", "compiler"),
     ("torch._inductor.virtualized", "V", "cpp_vectors"),
     ("torch._inductor.codegen.cpp", "CppVecOverrides.to_dtype_bitcast", "cpp_vectors"),
     ("torch._inductor.codegen.cpp", "CppVecOverrides.to_dtype", "cpp_vectors"),
@@ -147,3 +148,20 @@ def test_a_method_that_others_have_wrapped_is_called_as_they_wrapped_it(monkeypa
     assert calls == [True]
     gradient: Tensor | None = parameter.grad
     assert gradient is None
+
+
+def test_a_length_that_a_guard_calls_a_multiple_is_known_as_one() -> None:
+    """Inductor of torch 2.11 does not know it by itself, and threads of a GPU then load elements one by one."""
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    compiler.know_multiples()
+    environment = ShapeEnv()
+    context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    length: Any = FakeTensorMode(shape_env=environment).from_tensor(torch.empty(64), symbolic_context=context).shape[0]
+    lengths: Any = SizeVarAllocator(environment)
+    assert not lengths.statically_known_multiple_of(length.node.expr, 16)
+    assert length % 16 == 0
+    assert lengths.statically_known_multiple_of(length.node.expr, 16)
+    assert not lengths.statically_known_multiple_of(length.node.expr, 32)

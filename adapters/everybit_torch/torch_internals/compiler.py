@@ -127,6 +127,27 @@ def round_reciprocals() -> None:
         operations.reciprocal = staticmethod(_reciprocal)
 
 
+@cache
+def know_multiples() -> None:
+    """Have code for accelerators know that a length is a multiple of a number if a guard of the code says so.
+
+    Inductor of torch 2.11 asks with sympy's remainder, and guards have torch's. Threads then load elements one by one, and not 16 bytes.
+    """
+    lengths: Any = getattr(_module("torch._inductor.sizevars"), "SizeVarAllocator", None)
+    asked = getattr(lengths, "statically_known_multiple_of", None)
+    if torch.__version__ >= "2.12" or asked is None:
+        return
+    sympy, functions = import_module("sympy"), import_module("torch.utils._sympy.functions")
+
+    def is_known(self: Any, numerator: Any, denominator: Any) -> bool:
+        if asked(self, numerator, denominator):
+            return True
+        remainder = functions.Mod(numerator, denominator) if isinstance(numerator, sympy.Symbol) else 1
+        return bool(self.statically_known_true(sympy.Eq(remainder, 0)))
+
+    lengths.statically_known_multiple_of = is_known
+
+
 def _reciprocal(x: Any) -> Any:
     from torch._inductor.virtualized import ops
 
@@ -157,6 +178,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> CompiledGr
         on_device = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
         if on_device:
             round_reciprocals()
+            know_multiples()
         of_kind = device_options() if on_device else trust_in_vectors()
         run = compile_fx(
             graph,

@@ -33,7 +33,7 @@ _ON_HOST, _ON_DEVICE = "cpp_fused", "triton_"
 """How the names of kernels begin."""
 
 _HARMLESS = {"clear", "empty_strided_cpu", "reinterpret_tensor", "torch"} | {
-    "empty_strided_cuda", "copy_if_misaligned", "get_raw_stream", "run", "cuda", "_DeviceGuard", "set_device",
+    "empty_strided_cuda", "copy_if_misaligned", "copy_misaligned", "get_raw_stream", "run", "size", "cuda", "_DeviceGuard", "set_device",
 }  # fmt: skip
 
 _ALIGNMENT = 16

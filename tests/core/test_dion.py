@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -118,14 +117,6 @@ def test_what_the_rank_leaves_out_stays_in_the_momentum() -> None:
 # -- momentum that makes trouble ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (1, 5), (5, 1), (3, 2, 2, 1), (0, 3)])
-def test_without_gradients_weights_only_decay(shape: tuple[int, ...]) -> None:
-    before = torch.ones(shape)
-    after, state = steps(UNTYPED(0.5, weight_decay=0.5), before, [torch.zeros(shape)] * 3)
-    assert torch.equal(after, before * 0.75**3)
-    assert all(bool(leaf.isfinite().all()) for leaf in eb.tree.leaves(state))
-
-
 def test_after_gradients_of_zero_it_goes_on() -> None:
     gradients = [torch.zeros(4, 3), torch.zeros(4, 3), drawn(4, 3).float()]
     with patch.object(module, "normal", lambda like, _radius, _angle: drawn(*like.shape, seed=7)):
@@ -141,42 +132,3 @@ def test_momentum_of_low_rank_gives_finite_steps(rank: int) -> None:
     after, _ = steps(UNTYPED(0.1, rank_divisor=1, weight_decay=0.0), torch.zeros(6, 5), gradients)
     # Six steps, each of at most five orthonormal columns times sqrt(6/5).
     assert float(after.norm()) <= 6 * 0.1 * math.sqrt(5 * 6 / 5) * 1.01
-
-
-def test_a_view_is_a_parameter_for_each_matrix() -> None:
-    """But for the first bases, which are of the elements' place; here they are alike."""
-    params, grads = drawn(6, 4).float(), [drawn(6, 4, seed=step).float() for step in range(1, 6)]
-    with patch.object(module, "normal", lambda like, _radius, _angle: torch.ones_like(like)):
-        for view, parts in ((eb.heads(3), [2, 2, 2]), (eb.row_blocks(2, 4), [2, 4])):
-            together, _ = steps(UNTYPED(0.1, matrices=eb.Matrices(view=view)), params, grads)
-            apart = [
-                steps(UNTYPED(0.1), one, pieces)[0]
-                for one, *pieces in zip(*(torch.split(x, parts) for x in (params, *grads)), strict=True)
-            ]
-            assert torch.equal(together, torch.cat(apart))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: UNTYPED(rank_divisor=0), r"^rank_divisor: got 0; accepted is a whole number, at least 1"),
-        (lambda: UNTYPED(decay=1.5), r"^decay: got 1\.5"),
-        (lambda: UNTYPED(scale="muon"), r"^scale: got 'muon'; accepted are 'original'"),
-        (lambda: UNTYPED().init({"a": {"b": drawn(3)}}), r"^a\.b: got shape \(3,\); accepted are matrices, .*everybit\.dion"),
-        (lambda: UNTYPED(matrices=eb.Matrices(view=eb.heads(4))).init([drawn(6, 2)]), r"^0: heads\(4\): got \(6, 2\)"),
-    ],
-)  # fmt: skip
-def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_what_is_no_view_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"^view: got 8; accepted are None and values such as everybit.heads\(8\)"):
-        UNTYPED(matrices=MATRICES(view=8))
-
-
-def test_its_momentum_is_not_rounded_to_nearest_in_bfloat16() -> None:
-    """What the rank leaves out adds up."""
-    with pytest.raises(ValueError, match=r"^Policy\.momentum: .*momentum"):
-        eb.with_policy(UNTYPED(), replace(eb.policies.FP32, momentum=eb.Nearest("bfloat16")))

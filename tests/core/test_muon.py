@@ -219,15 +219,6 @@ def test_the_cost_is_that_of_the_products(shape: tuple[int, int], steps: int) ->
                 assert 2 * iteration.cost(*shape) == counter.get_total_flops()
 
 
-def test_what_is_no_set_of_coefficients_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"^coefficients: got 'quartic'; accepted are 'quintic', 'cubic', 'polar_express'"
-    ):
-        eb.NewtonSchulz("quartic")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^coefficients: got \(\(1.0, 2.0\),\); accepted is a tuple of triples"):
-        eb.NewtonSchulz(((1.0, 2.0),))  # type: ignore[arg-type]
-
-
 # -- how parameters become matrices -------------------------------------------------------------------------------------------
 
 
@@ -349,33 +340,6 @@ def test_shapes_that_do_not_fit_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         eb.muon(1e-3, matrices=eb.Matrices(view=view), others=None).init({"layers": [{"w": torch.ones(shape)}]})
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: eb.heads(0), r"^heads: count: got \(0,\); accepted are whole numbers, at least 1"),
-        (lambda: eb.heads(2, rows=(0, 1)), r"^heads: rows: got \(0, 1\); accepted are whole numbers, at least 1"),
-        (lambda: eb.row_blocks(2, 3, inside=(eb.heads(1),) * 3), r"^row_blocks\(2, 3\): inside: got 3 views; accepted .* or 2\."),
-        (lambda: eb.heads(2, inside=eb.batched()), r"^inside: got batched; accepted are views of matrices"),
-        (lambda: eb.MatrixView("matrix", (2,)), r"^matrix: sizes: got \(2,\); accepted with it are none"),
-        (lambda: eb.MatrixView("heads", (2, 3)), r"^heads: count: got \(2, 3\); accepted"),
-        (lambda: UNTYPED_VIEW("rows"), r"^kind: got 'rows'; accepted are 'matrix', 'flattened'"),
-        (lambda: eb.row_blocks(), r"^row_blocks: sizes: got \(\); accepted"),
-        (lambda: eb.row_blocks(2, True), r"^row_blocks: sizes: got \(2, True\); accepted"),
-        (lambda: UNTYPED(decay_kind="l2"), r"^decay_kind: got 'l2'; accepted are 'decoupled', 'coupled', 'independent', 'cautious'"),
-        (lambda: eb.muon(matrices=eb.Matrices(views={"(": eb.heads(2)})), r"^views: got '\('; accepted are regular expressions"),
-        (lambda: eb.muon(iteration=eb.NewtonSchulz(steps=100)), r"^steps: got 100; accepted is a whole number of steps, from 1 to 99"),
-        (lambda: ITERATION(arithmetic="float16"), r"^arithmetic: got 'float16'; accepted are 'bfloat16'"),
-        (lambda: ITERATION(normalization="spectral"), r"^normalization: got 'spectral'; accepted are 'frobenius'"),
-        (lambda: UNTYPED(scale="muon"), r"^scale: got 'muon'; accepted are 'original', .*a function of rows and columns"),
-        (lambda: eb.muon(iteration=eb.NewtonSchulz(eps=0.0)), r"^eps: got 0\.0; accepted is a number above zero"),
-        (lambda: eb.muon(decay_kind="independent"), r"^max_learning_rate: .*needs both or neither"),
-    ],
-)  # fmt: skip
-def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 # -- against torch ------------------------------------------------------------------------------------------------------------

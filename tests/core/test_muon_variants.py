@@ -190,30 +190,6 @@ def test_each_matrix_of_a_parameter_has_its_own_moments() -> None:
                     assert torch.equal(u.reshape(3, 3, 4)[number], alone), (view, side, step)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: UNTYPED(before="left"), r"^before: got 'left'; accepted are 'rows', 'columns', 'both', 'rows_then_columns'"),
-        (lambda: UNTYPED(after="top"), r"^after: got 'top'; accepted are"),
-        (lambda: eb.equalize(sides="left"), r"^sides: got 'left'"),  # type: ignore[arg-type]
-        (lambda: NORMUON(side="columns"), r"^side: got 'columns'; accepted are 'rows', 'longer'"),
-        (lambda: NORMUON(norm="spectral"), r"^norm: got 'spectral'; accepted are 'kept', 'exact'"),
-        (lambda: eb.normuon(b2=1.0), r"^b2: got 1\.0"),
-        (lambda: eb.scale_by_normuon(eps=0.0), r"^eps: got 0\.0; accepted is a number above zero"),
-        (lambda: eb.scale_by_shape(scale="muon"), r"^scale: got 'muon'"),  # type: ignore[arg-type]
-        (lambda: ITERATION(batching="apart"), r"^batching: got 'apart'; accepted are 'alone', 'together'"),
-        (lambda: eb.muon(others_rate=-1.0), r"^others_rate: got -1\.0"),
-        (lambda: eb.muon(others=None, others_rate=0.1), r"^others_rate: got 0\.1 with others=None; accepted with it is None"),
-        (lambda: eb.muon(max_learning_rate=0.1), r"^max_learning_rate: got 0\.1 with decay_kind='decoupled'; accepted"),
-        (lambda: eb.muon(others=None, matrices=eb.Matrices(labels=lambda path, p: "matrix")), r"^labels: got a function with others=None"),
-        (lambda: eb.normuon(others=None).init({"w": torch.ones(3)}), r"^w: got shape \(3,\); accepted are matrices"),
-    ],
-)  # fmt: skip
-def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 # -- degenerate matrices ------------------------------------------------------------------------------------------------------
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,16 +169,6 @@ def test_what_is_not_finite_has_a_root_that_is_not() -> None:
 # -- matrices that make trouble -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("graft", ["none", "sgd", "adagrad", "rmsprop", "adam"])
-@pytest.mark.parametrize("shape", [(4, 4), (1, 5), (5, 1), (3, 2, 2), (0, 3), (3,), ()])
-def test_without_gradients_weights_only_decay(shape: tuple[int, ...], graft: Any) -> None:
-    before = torch.ones(shape)
-    tx = eb.shampoo(0.5, weight_decay=0.5, period=2, graft=eb.Grafting(of=graft, start=1))
-    after, state = steps(tx, before, [torch.zeros(shape)] * 3)
-    assert torch.equal(after, before * 0.75**3)
-    assert all(bool(leaf.isfinite().all()) for leaf in eb.tree.leaves(state))
-
-
 @pytest.mark.parametrize("shape", [(6, 8), (1, 7), (7, 1)])
 def test_of_gradients_of_rank_one_steps_have_adams_size(shape: tuple[int, int]) -> None:
     gradients = [drawn(shape[0], 1, seed=step) @ drawn(1, shape[1], seed=99 + step) for step in range(1, 8)]
@@ -187,17 +176,6 @@ def test_of_gradients_of_rank_one_steps_have_adams_size(shape: tuple[int, int]) 
         after, _ = steps(eb.shampoo(0.1, period=1, graft=eb.Grafting(start=start)), torch.zeros(shape), gradients)
         assert after.isfinite().all()
         assert float(after.abs().max()) < 7 * 0.1 * (shape[0] * shape[1]) ** 0.5
-
-
-def test_a_view_is_a_parameter_for_each_matrix() -> None:
-    params, grads = drawn(6, 4), [drawn(6, 4, seed=step) for step in range(1, 6)]
-    for view, parts in ((eb.heads(3), [2, 2, 2]), (eb.row_blocks(2, 4), [2, 4])):
-        together, _ = steps(eb.shampoo(0.1, period=2, matrices=eb.Matrices(view=view)), params, grads)
-        apart = [
-            steps(eb.shampoo(0.1, period=2), one, pieces)[0]
-            for one, *pieces in zip(*(torch.split(x, parts) for x in (params, *grads)), strict=True)
-        ]
-        assert torch.equal(together, torch.cat(apart))
 
 
 def test_before_its_start_it_is_adamw() -> None:
@@ -208,30 +186,3 @@ def test_before_its_start_it_is_adamw() -> None:
     for name, one in found.items():
         # Ten steps of at most 16 roundings each.
         assert float((one - expected[name]).abs().max()) <= 160 * 2.0**-24 * float(expected[name].abs().max())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GRAFTING("lion"), r"^of: got 'lion'; accepted are 'none', 'sgd', 'adagrad', 'rmsprop', 'adam'"),
-        (lambda: UNTYPED(damping="middle"), r"^damping: got 'middle'; accepted are 'root', 'start'"),
-        (lambda: UNTYPED(graft=eb.Grafting(of="none", start=3)), r"^start: got 3 without a graft"),
-        (lambda: UNTYPED(graft=eb.Grafting(start=0)), r"^start: got 0; accepted is a whole number of updates, at least 1, or None"),
-        (lambda: UNTYPED(period=1.5), r"^period: got 1\.5"),
-        (lambda: UNTYPED(exponent=-0.5), r"^exponent: got -0\.5"),
-    ],
-)  # fmt: skip
-def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_an_eps_of_the_start_is_no_schedule() -> None:
-    with pytest.raises(ValueError, match=r"^eps: got a schedule with damping='start'"):
-        eb.shampoo(eps=schedule, damping="start").init({"w": drawn(2, 2)})
-
-
-def test_roots_are_not_rounded_to_nearest_in_bfloat16() -> None:
-    policy = replace(eb.policies.FP32, slots={"roots": eb.Nearest("bfloat16")})
-    with pytest.raises(ValueError, match=r"^Policy\.slots\['roots'\]: .*roots"):
-        eb.with_policy(UNTYPED(), policy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,16 +190,6 @@ def test_the_formula_is_followed(case: str) -> None:
 
 
 @pytest.mark.parametrize("correction", ["none", "kl"])
-@pytest.mark.parametrize("shape", [(4, 4), (1, 5), (5, 1), (1, 1), (3, 2, 2), (0, 3), (3,), ()])
-def test_without_gradients_weights_only_decay(shape: tuple[int, ...], correction: Any) -> None:
-    before = torch.ones(shape)
-    tx = eb.soap(0.5, weight_decay=0.5, period=2, correction=correction, where=eb.Kronecker(vectors=True))
-    after, state = steps(tx, before, [torch.zeros(shape)] * 3)
-    assert torch.equal(after, before * 0.75**2)  # not at the first update
-    assert all(bool(leaf.isfinite().all()) for leaf in eb.tree.leaves(state))
-
-
-@pytest.mark.parametrize("correction", ["none", "kl"])
 def test_of_gradients_without_full_rank_bases_stay_orthonormal(correction: Any) -> None:
     for shape, rank in (((6, 8), 1), ((1, 7), 1), ((7, 1), 1), ((8, 6), 2)):
         gradients = [drawn(shape[0], rank, seed=step) @ drawn(rank, shape[1], seed=99 + step) for step in range(1, 8)]
@@ -236,25 +225,6 @@ def test_a_gradient_that_is_not_finite_can_be_skipped() -> None:
 # -- what a basis is of -------------------------------------------------------------------------------------------------------
 
 
-def test_a_view_is_a_parameter_for_each_matrix() -> None:
-    params, grads = drawn(6, 4), [drawn(6, 4, seed=step) for step in range(1, 6)]
-    names: set[str] = set()
-    for view, parts in ((eb.heads(3), [2, 2, 2]), (eb.row_blocks(2, 4), [2, 4])):
-        together, state = steps(eb.soap(0.1, period=2, matrices=eb.Matrices(view=view)), params, grads)
-        names = set(eb.tree.get(state, "basis"))
-        apart = [
-            steps(eb.soap(0.1, period=2), one, pieces)[0]
-            for one, *pieces in zip(*(torch.split(x, parts) for x in (params, *grads)), strict=True)
-        ]
-        assert torch.equal(together, torch.cat(apart))
-    assert names == {"block0_along0", "block0_along1", "block1_along0", "block1_along1"}
-
-
-def test_shapes_that_do_not_fit_a_view_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"^layers\.0: heads\(4\): got \(6, 4\); accepted are parameters whose rows"):
-        eb.soap(matrices=eb.Matrices(view=eb.heads(4))).init({"layers": [drawn(6, 4)]})
-
-
 def test_others_go_to_another_optimizer() -> None:
     params = {"embed.weight": drawn(5, 3), "layer.weight": drawn(4, 3, seed=1), "layer.bias": drawn(4, seed=2)}
     grads = [{name: drawn(*p.shape, seed=step) for name, p in params.items()} for step in range(3, 7)]
@@ -274,36 +244,7 @@ def test_vectors_are_adams_one_update_later() -> None:
     assert float((found - expected).abs().max()) <= 7 * 16 * 2.0**-53 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: UNTYPED(correction="shampoo"), r"^correction: got 'shampoo'; accepted are 'none', 'kl'"),
-        (lambda: UNTYPED(period=0), r"^period: got 0; accepted is a whole number of updates, at least 1"),
-        (lambda: UNTYPED(where=KRONECKER(sides="left")), r"^sides: got 'left'; accepted are 'all', 'smaller'"),
-        (lambda: UNTYPED(where=eb.Kronecker(max_dimension=0)), r"^max_dimension: got 0; accepted is a whole number of rows"),
-        (lambda: UNTYPED(factor_decay=1.0), r"^factor_decay: got 1\.0"),
-        (lambda: UNTYPED(where=eb.Kronecker(eb.heads(2)), matrices=eb.Matrices(view=eb.heads(3))), r"^where\.view: got .*is one of them"),
-        (lambda: UNTYPED(matrices=eb.Matrices(view=eb.heads(2)), where=eb.Kronecker(merge=True)), r"^merge: got True with a view"),
-    ],
-)  # fmt: skip
-def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_what_is_no_view_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"^view: got 8; accepted are None and values such as everybit.heads\(8\)"):
-        UNTYPED(matrices=MATRICES(view=8))
-
-
 # -- how it is stored ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_basis_is_not_rounded_to_nearest_in_bfloat16() -> None:
-    """A step of power iteration may turn it by less than half a unit in the last place."""
-    policy = replace(eb.policies.FP32, slots={"basis": eb.Nearest("bfloat16")})
-    with pytest.raises(ValueError, match=r"^Policy\.slots\['basis'\]: .*basis"):
-        eb.with_policy(UNTYPED(), policy)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])

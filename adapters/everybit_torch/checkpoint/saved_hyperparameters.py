@@ -8,7 +8,7 @@
 
 A param group takes over the values saved under its label. Where there is no such label, because the run that loads calls or divides its
 parameters otherwise, it takes over the values saved for its parameters, if these are the same for all of them. A value that is left out
-is reported. (The first versions did not write the label of each parameter.)
+is reported.
 """
 
 from __future__ import annotations
@@ -253,15 +253,14 @@ def _of_group(
     masks = {one: loaded[f"{GROUPS}{one}"].tolist() for one in there if f"{GROUPS}{one}" in loaded}
     if label in there:
         for number in members:
-            # Former versions had further labels for what tensor parallelism had replicated.
+            # A label that is none here may have had other values.
             of = next((one for one, mask in masks.items() if mask[number] == 1 and one not in here), None)
             if of is not None and not _same(there[of], there[label]):
                 raise ValueError(
                     f"{names[number]} was of {of!r} there, which is no label here, with other hyperparameters ({_shown(there[of])};"
                     f" {_shown(there[label])})"
                 )
-        # Before labels of parameters were written, hyperparameters and options could not be told apart.
-        return there[label] if f"{GROUPS}{label}" in loaded else _SavedValues({}, there[label].own)
+        return there[label]
     first: tuple[str, _SavedValues] | None = None
     for number in members:
         of = next((one for one, mask in masks.items() if mask[number] == 1), None)
@@ -281,8 +280,7 @@ def _entries(group: Mapping[str, Any], saved: _SavedValues, own: Mapping[str, An
     new: dict[str, Any] = {}
     if strange := sorted(set(saved.own) - set(own)):
         raise ValueError(f"{', '.join(strange)} is there, and its transform has none")
-    missing = sorted(set(own) - set(saved.own) - set(saved.options))
-    if missing:
+    if missing := sorted(set(own) - set(saved.own)):
         raise ValueError(f"{', '.join(missing)} is not there")
     for name, values in (saved.own | saved.options).items():
         new[name] = _like(group.get(name), values)

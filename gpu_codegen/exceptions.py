@@ -8,14 +8,10 @@ _LIBRARY = (
     "calls a function of a library beside the kernels, for the bits of eager code, and writes what it is called with"
 )
 _START = "moves fewer bytes than the policy counts: the weights at the start are read where totals are found"
-_KINDS = "chooses by bits of two kinds, which Triton's interpreter does not run"
 
 EXCEPTIONS: Mapping[str, str] = {
     "registry: adam atan2": _LIBRARY,
     "registry: prodigy": _START,
     "registry: prodigy limited": _START,
-    "registry: cautious": _KINDS,
-    "registry: rms clipped": _KINDS,
-    "registry: stable adamw": _KINDS,
 }
 """What is said of a step, by the name of its optimizer."""

@@ -32,7 +32,7 @@ def test_a_torch_that_it_was_not_written_for_is_refused(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
     assert main([]) == 2
-    assert "torch: got 2.10.1+cpu; accepted is 2.13 or newer" in capsys.readouterr().err
+    assert "torch: got 2.10.1+cpu; accepted is 2.11 or newer" in capsys.readouterr().err
 
 
 def test_every_policy_is_compiled_with_four_optimizers_and_every_optimizer_once() -> None:

@@ -32,6 +32,9 @@ LAUNCHES = 3
 """One that makes all coefficients, one that moves memory, and one for the scales, of which there is one in 128 or 256 elements."""
 
 
+REGISTERS = 96
+"""Of a thread. With more of them an SM has room for fewer than twenty warps, and loads are waited for."""
+
 NAMES = ("LEAN_8BIT", "FLOOR_8BIT")
 """Presets. Two codes of 4 bits in a byte are put together by a kernel of its own: ``LEAN_4BIT`` is five launches."""
 
@@ -51,7 +54,10 @@ def check(name: str) -> tuple[int, list[str]]:
         }
     said = list(broken(wrapper))
     for (kernel, architecture), binary in found.items():
-        said += [f"{architecture}, {kernel}: {one}" for one in arithmetic(count(binary))]
+        counts = count(binary)
+        said += [f"{architecture}, {kernel}: {one}" for one in arithmetic(counts)]
+        if counts.registers > REGISTERS and binary.architecture.backend == "cuda":
+            said.append(f"{architecture}, {kernel}: got {counts.registers} registers; accepted are {REGISTERS}.")
     said += different_bits_of(case, compiled, ELEMENTS)
     return len(wrapper.launches), said
 

@@ -179,7 +179,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> CompiledGr
         if on_device:
             round_reciprocals()
             know_multiples()
-        of_kind = device_options() if on_device else trust_in_vectors()
+        of_kind = device_options() | _sizes_tried(graph) if on_device else trust_in_vectors()
         run = compile_fx(
             graph,
             list(inputs),
@@ -192,6 +192,16 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> CompiledGr
             },
         )
     return CompiledGraph(cast("Callable[..., Any]", run), modules)
+
+
+def _sizes_tried(graph: fx.GraphModule) -> dict[str, Any]:
+    """Several sizes of programs for a step with the greatest number of each block, of which Triton measures the fastest.
+
+    By default Inductor takes 32 elements a thread, for which the step of three blocks has too few registers.
+    """
+    has_maxima = any(node.target in ("amax", torch.amax) for node in graph.graph.nodes)
+    is_there = hasattr(_module("torch._inductor.config"), "max_autotune_pointwise")
+    return {"max_autotune_pointwise": True} if has_maxima and is_there else {}
 
 
 def _module(name: str) -> Any:

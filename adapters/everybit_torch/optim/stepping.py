@@ -251,7 +251,7 @@ class _Ready(NamedTuple):
         calls: The calls.
         written: The tensors to which they write unseen by autograd.
         segment: The segment.
-        before: The count of steps before this one.
+        before: The count of earlier steps.
     """
 
     calls: list[Prepared]
@@ -263,8 +263,8 @@ class _Ready(NamedTuple):
 def _ready(task: Task) -> _Ready | None:
     """Return the call for parameters that are stepped where they lie; None: code is found at their turn.
 
-    A long segment leaves nothing of Python's in the caches: what comes between two of them then takes five times as long. So calls are
-    prepared before the first, and writes are counted after the last.
+    A long segment empties the caches, and Python between two of them takes five times as long. So calls are prepared before the first,
+    and writes are counted after the last.
     """
     one, segment = task.stepped, task.stepped.of.segment
     if segment.optimizer.reduces or not isinstance(one.of, (Single, Run)):

@@ -131,7 +131,7 @@ def round_reciprocals() -> None:
 def know_multiples() -> None:
     """Have code for accelerators know that a length is a multiple of a number if a guard of the code says so.
 
-    Inductor of torch 2.11 asks with sympy's remainder, and guards have torch's. Threads then load elements one by one, and not 16 bytes.
+    Inductor of torch 2.11 looks for sympy's remainder, and guards have torch's. Threads then load single elements instead of 16 bytes.
     """
     lengths: Any = getattr(_module("torch._inductor.sizevars"), "SizeVarAllocator", None)
     asked = getattr(lengths, "statically_known_multiple_of", None)
@@ -197,7 +197,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> CompiledGr
 def _sizes_tried(graph: fx.GraphModule) -> dict[str, Any]:
     """Several sizes of programs for a step with the greatest number of each block, of which Triton measures the fastest.
 
-    By default Inductor takes 32 elements a thread, for which the step of three blocks has too few registers.
+    By default Inductor gives each thread 32 elements. A step of three blocks then needs more registers than there are.
     """
     has_maxima = any(node.target in ("amax", torch.amax) for node in graph.graph.nodes)
     is_there = hasattr(_module("torch._inductor.config"), "max_autotune_pointwise")

@@ -154,7 +154,7 @@ class KernelCalls:
     Attributes:
         calls: The calls.
         written: The tensors to which they write.
-        queue: For a GPU, where they are queued, and where their buffers belong.
+        queue: The queue of a GPU to which they and their buffers belong; None on a CPU.
     """
 
     calls: list[_Call]

@@ -207,6 +207,9 @@ def step(
         watch.look(written)
     # Of a tensor that must stay whole another rank may have all of it.
     here = [task for task in tasks if not task.stepped.of.segment.is_whole or task.stepped.of.numel]
+    if here and not here[0].stepped.of.segment.tensor.is_cpu:
+        # The longest first: Triton measures how to divide the first that code is made for, and divides all others alike.
+        here.sort(key=lambda task: task.stepped.of.numel, reverse=True)
     for host in (parameters.hosts or {}).values():
         host.begin([task.stepped.of.segment for task in here if task.stepped.of.segment.host is host])
     looked_up = [] if metrics or torch.compiler.is_compiling() else here

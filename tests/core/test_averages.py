@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -50,6 +50,7 @@ def test_it_is_torchs_average(kind: str) -> None:
         torch.testing.assert_close(ours, found, rtol=0, atol=400 * 2.0**-53 * float(weights.abs().max() + 1))
 
 
+@settings(max_examples=40)
 @given(
     decay=st.floats(0.0, 1.0), gamma=st.floats(0.0, 20.0), start=st.integers(0, 5), steps=st.integers(1, 30),
 )  # fmt: skip

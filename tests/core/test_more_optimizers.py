@@ -216,6 +216,7 @@ FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.sampled(2)
 def test_it_is_the_papers_formula(name: str) -> None:
     transform, follow = FORMULAS[name]
     assert deviation(ours(transform), formula(follow)) <= ROUNDING

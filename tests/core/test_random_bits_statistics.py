@@ -52,6 +52,7 @@ def signs(words: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_the_rounding_noise_of_elements_any_distance_apart_is_uncorrelated(key: Key) -> None:
     count = 2**20
     lags = POWERS + ODD_LAGS
@@ -152,6 +153,7 @@ def test_other_steps_seeds_and_streams_round_independently(what: str, other: dic
     assert all(abs(float(a @ b)) / math.sqrt(count) < gaussian_bound(9 * 21) for a in here for b in there), what
 
 
+@pytest.mark.slow
 def test_seeds_below_a_million_draw_a_million_sequences() -> None:
     """A salt of 32 bits was shared by the seeds 40189 and 797186. Of 2**20 sequences told apart by 64 bits two agree with odds of
     2**-25.

@@ -11,6 +11,7 @@ import everybit as eb
 from everybit.testing import assert_same_bits
 
 
+@pytest.mark.slow
 def test_a_step_with_dynamic_shapes_gives_eager_codes_bits_for_every_size() -> None:
     """The compiler then traces seeds and places as symbols: of a large seed, and across 2**32 elements, every bit has to be right."""
     optimizer = eb.with_policy(eb.sgd(1e-3), eb.policies.LEAN_BF16, seed=2**40 + 3)

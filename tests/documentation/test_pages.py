@@ -324,7 +324,8 @@ def test_set_up_is_for_pages_that_there_are() -> None:
 SLOW = (
     "docs/tutorials/choose_a_policy.md", "docs/tutorials/write_an_optimizer.md", "docs/tutorials/swap_one_line.md",
     "docs/tutorials/lora_in_bf16.md", "docs/tutorials/write_a_matrix_optimizer.md", "docs/how-to/local_steps.md",
-    "docs/how-to/offload_to_the_host.md", "docs/transforms.md",
+    "docs/how-to/offload_to_the_host.md", "docs/transforms.md", "docs/tutorials/shard_a_model.md", "docs/coming-from/flashoptim.md",
+    "docs/how-to/differentiate_training.md",
 )  # fmt: skip
 
 

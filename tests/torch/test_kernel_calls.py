@@ -90,6 +90,7 @@ def test_kernels_called_by_themselves_give_the_bits_of_uncompiled_steps(
     assert len(runs) == segments + 1 + more.get(each_step, 0)
 
 
+@pytest.mark.slow
 def test_a_number_that_is_a_constant_of_the_code_is_followed() -> None:
     """A whole number that float64 does not hold is part of the code: other code, for the same state."""
 

@@ -512,6 +512,7 @@ def disk_full(path: Path, full: int) -> tuple[str, bool, bool]:
 
 @pytest.mark.parametrize("full", [0, 1])
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_leaves_the_previous_checkpoint_alone(tmp_path: Path, full: int) -> None:
     for message, alone, unharmed in run(2, disk_full, tmp_path, full):
         assert re.search(

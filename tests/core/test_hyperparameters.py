@@ -239,12 +239,11 @@ def outside(one: object) -> list[Any]:
     return [one.least - 1, 1.5, True] if isinstance(one, Whole) else ["no such word"]
 
 
-@pytest.mark.parametrize("name", DECLARED)
-def test_what_a_field_does_not_accept_is_refused_by_name(name: str) -> None:
-    node, field, one = DECLARED[name]
-    for value in outside(one):
-        with pytest.raises((TypeError, ValueError), match=rf"^{field}: got "):
-            replace(node, **{field: value})
+def test_what_a_field_does_not_accept_is_refused_by_name() -> None:
+    for node, field, one in DECLARED.values():
+        for value in outside(one):
+            with pytest.raises((TypeError, ValueError), match=rf"^{field}: got "):
+                replace(node, **{field: value})
 
 
 def declares(hint: object) -> bool:

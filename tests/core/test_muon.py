@@ -206,6 +206,7 @@ def test_the_gram_form_of_short_matrices_has_the_bits_of_the_plain_one() -> None
 
 @pytest.mark.parametrize("shape", [(300, 900), (40, 160), (160, 40), (64, 80)])
 @pytest.mark.parametrize("steps", [1, 2, 5, 8])
+@pytest.mark.sampled(4)
 def test_the_cost_is_that_of_the_products(shape: tuple[int, int], steps: int) -> None:
     """As torch counts the operations: two for each multiply-add."""
     arithmetics: tuple[Any, ...] = ("float32", "bfloat16")

@@ -37,9 +37,8 @@ def test_every_public_name_has_one_entry_in_the_reference(package: Any) -> None:
     assert [name for name in public if entries.count(name) != 1] == []
 
 
-@pytest.mark.parametrize("name", [name for _, name in ENTRIES])
-def test_an_entry_of_the_reference_names_something_that_is_there(name: str) -> None:
-    assert resolved(name) is not None
+def test_an_entry_of_the_reference_names_something_that_is_there() -> None:
+    assert [name for _, name in ENTRIES if resolved(name) is None] == []
 
 
 def test_the_members_that_an_entry_lists_are_there() -> None:

@@ -77,6 +77,7 @@ def assert_follows(
     ("momentum", "dampening", "nesterov"),
     [(None, 0.0, False), (0.9, 0.0, False), (0.9, 0.5, False), (0.5, 1.0, False), (0.9, 0.0, True)],
 )
+@pytest.mark.sampled(2)
 def test_sgd_follows_torch(
     momentum: float | None, dampening: float, nesterov: bool, maximize: bool, weight_decay: float
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_program_that_once_failed() -> None:
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4), (4, 2)])
 @every_group
 @pytest.mark.sampled(4)
+@pytest.mark.slow
 def test_its_checkpoint_goes_on_elsewhere(before: int, after: int, group: int, tmp_path: Path) -> None:
     """On another number of ranks, under another strategy; and in a plain model with the torch optimizer, which has no labels."""
     saved = programs(before, group)

@@ -60,6 +60,7 @@ def stepped(name: eb.OptimizerName, dtype: torch.dtype, policy: Any, *, compile:
     [("adamw", BF16, "LEAN_BF16"), ("adamw", BF16, "LEAN_8BIT"), ("soap", F32, None), ("shampoo", F32, None), ("kron", F32, None),
      ("normuon", BF16, "LEAN_BF16"), ("prodigy", F32, None)],
 )  # fmt: skip
+@pytest.mark.sampled(3)
 def test_a_step_is_the_same_in_every_mode(name: Any, dtype: torch.dtype, policy: Any, mode: str) -> None:
     plain = stepped(name, dtype, policy, compile=False, mode=nullcontext)
     found = stepped(name, dtype, policy, compile=False, mode=MODES[mode])

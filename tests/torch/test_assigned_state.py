@@ -27,6 +27,7 @@ def pairs(a: nn.Module, b: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor", "schedule_free_adamw"])
 @pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "KAHAN_BF16", "LEAN_8BIT"])
+@pytest.mark.sampled(2)
 def test_state_that_is_assigned_before_the_first_step_is_taken_over(name: eb.OptimizerName, policy: PolicyName) -> None:
     """As torch's ``ZeroRedundancyOptimizer`` loads, for some of the parameters; the others begin."""
     model, optimizer = made(policy, name)

@@ -161,6 +161,7 @@ CASES = [
 @pytest.mark.parametrize(("inner", "policy"), CASES)
 @pytest.mark.parametrize("shape", ["contiguous", "transposed", "channels last"])
 @pytest.mark.sampled(3)
+@pytest.mark.sampled(3)
 def test_a_clip_that_clips_nothing_changes_no_bit(inner: str, policy: Any, shape: str) -> None:
     def stepped(make: Callable[[], Any]) -> Tensor:
         torch.manual_seed(0)

@@ -248,6 +248,7 @@ EXHAUSTIVE = ("LEAN_8BIT", "LEAN_4BIT", "compiled")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ()) for name in PROGRAMS]
 )
+@pytest.mark.sampled(2)
 def test_a_released_run_has_the_bits_of_the_plain_run(name: str, alone: bool) -> None:
     assert same_bits(*(PROGRAMS[name](released) for released in (False, True)))
 

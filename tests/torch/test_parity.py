@@ -90,6 +90,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
         *(pytest.param(name, True, marks=pytest.mark.exhaustive) for name in SCHEDULERS if name != "OneCycleLR"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_lr_schedulers_drive_it_as_they_drive_torch(scheduler: str, compile: bool) -> None:
     mine, reference = Awkward(torch.float64), Awkward(torch.float64)
     a = AdamW(mine.parameters(), lr=1e-2, compile=compile)

@@ -114,6 +114,7 @@ FAULTS: tuple[Fault, ...] = (
         ("short.py", "self._starts.append(-(-end // block) * block)", "self._starts.append(end)", "torch/test_blocks_of_elements.py"),
         ("contiguous.py", "has_indices = optimizer.draws_bits or block > 1", "has_indices = False", "sharded/test_random_programs.py"),
         ("steps.py", "if self._steps.follow(arguments):\n            self._kept.clear()", "self._steps.follow(arguments)", "torch/test_kernel_calls.py"),
+        ("steps.py", "self._kept.clear()  # kernels", "pass  # kernels", "torch/test_kernel_calls.py::captured"),
     ),
     *_of(
         "adapters/everybit_torch/collectives",
@@ -161,6 +162,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *_of(
         "adapters/everybit_torch",
+        ("torch_internals/kernel_calls.py", "self.queue == _Queue.present()", "True", "torch/test_kernel_calls.py::gpu"),
+        ("torch_internals/kernel_calls.py", "(_is_aligned(varying) and", "(True and", "torch/test_kernel_calls.py::gpu"),
+        ("torch_internals/kernel_calls.py", " if queues <= {queue} else None", "", "torch/test_kernel_calls.py::gpu"),
         ("torch_internals/cpp_loops.py", 'f"logical({self.shifted[left][0]}, {self.shifted[left][1]})"', 'f"{self.shifted[left][0]} >> {self.shifted[left][1]}"', "torch/test_loops.py"),
         ("compiled/variants.py", "if one is not None and one.key == keys[kind]", "if one is not None", "torch/test_compiled_hyperparameters.py"),
         ("planning/allocations.py", "weakref.finalize(storage, self.change, -storage.nbytes())", "pass", "planning"),

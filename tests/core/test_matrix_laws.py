@@ -25,6 +25,9 @@ OPTIMIZERS: dict[str, Any] = {
     "soap": partial(E.soap, period=2, weight_decay=0.5),
     "soap, corrected": partial(E.soap, period=2, correction="kl", weight_decay=0.5),
     "soap of vectors": partial(E.soap, period=2, where=E.Kronecker(vectors=True), weight_decay=0.5),
+    "soap of vectors, corrected": partial(
+        E.soap, period=2, correction="kl", where=E.Kronecker(vectors=True), weight_decay=0.5
+    ),
     "shampoo": partial(E.shampoo, period=2, weight_decay=0.5),
     "kron": partial(E.kron, normalize=True, weight_decay=0.5),
     "dion": partial(E.dion, others=None, weight_decay=0.5),
@@ -32,29 +35,36 @@ OPTIMIZERS: dict[str, Any] = {
     f"shampoo, {of}": partial(E.shampoo, period=2, weight_decay=0.5, graft=E.Grafting(of=of, start=1))
     for of in ("none", "sgd", "adagrad", "rmsprop", "adam")
 }
-LATE = ("soap", "soap, corrected", "soap of vectors")
+LATE = tuple(name for name in OPTIMIZERS if name.startswith("soap"))
 """The first update moves nothing, not even by decay."""
 
 
 @pytest.mark.parametrize("view", [eb.heads(3), eb.row_blocks(2, 4)], ids=str)
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "soap of vectors"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "vectors" not in name])
 def test_a_view_is_a_parameter_for_each_matrix(name: str, view: eb.MatrixView) -> None:
     """But for what is drawn, which goes by the elements' place; here it is one everywhere."""
     make, parts = OPTIMIZERS[name], [2, 2, 2] if view == eb.heads(3) else [2, 4]
     params, grads = drawn(6, 4), [drawn(6, 4, seed=step) for step in range(1, 6)]
     one = lambda like, _radius, _angle: torch.ones_like(like)  # noqa: E731
     with patch.object(kron, "normal", one), patch.object(dion, "normal", one):
-        together, _ = steps(make(0.1, matrices=eb.Matrices(view=view)), params, grads)
+        together, state = steps(make(0.1, matrices=eb.Matrices(view=view)), params, grads)
         pieces = zip(*(torch.split(x, parts) for x in (params, *grads)), strict=True)
         apart = [steps(make(0.1), first, rest)[0] for first, *rest in pieces]
     assert torch.equal(together, torch.cat(apart))
+    if name == "soap" and len(parts) == 2:
+        names = {"block0_along0", "block0_along1", "block1_along0", "block1_along1"}
+        assert set(eb.tree.get(state, "basis")) == names
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (1, 5), (5, 1), (1, 1), (3, 2, 2, 1), (0, 3), (3,), ()])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+SHAPES: list[tuple[int, ...]] = [(4, 4), (1, 5), (5, 1), (1, 1), (3, 2, 2), (3, 2, 2, 1), (0, 3), (3,), ()]
+OF_MATRICES = ("muon", "normuon", "dion")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, shape) for name in OPTIMIZERS for shape in SHAPES if name not in OF_MATRICES or len(shape) in (2, 4)],
+)
 def test_without_gradients_weights_only_decay(name: str, shape: tuple[int, ...]) -> None:
-    if len(shape) < 2 and name in ("muon", "normuon", "dion"):
-        return  # of matrices alone
     before, tx = torch.ones(shape), OPTIMIZERS[name](0.5)
     after, state = steps(tx, before, [torch.zeros(shape)] * 3)
     assert torch.equal(after, before * 0.75 ** (2 if name in LATE else 3))
@@ -134,7 +144,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: E.dion(others=None).init({"a": {"b": drawn(3)}}), r"^a\.b: got shape \(3,\); accepted are matrices, .*everybit\.dion"),
     (lambda: E.dion(others=None, matrices=E.Matrices(view=E.heads(4))).init([drawn(6, 2)]), r"^0: heads\(4\): got \(6, 2\)"),
     (lambda: E.shampoo(eps=schedule, damping="start").init({"w": drawn(2, 2)}), r"^eps: got a schedule with damping='start'"),
-    (lambda: E.soap(matrices=E.Matrices(view=E.heads(4))).init([drawn(6, 4)]), r"^0: heads\(4\): got \(6, 4\); accepted"),
+    (
+        lambda: E.soap(matrices=E.Matrices(view=E.heads(4))).init({"layers": [drawn(6, 4)]}),
+        r"^layers\.0: heads\(4\): got \(6, 4\); accepted are parameters whose rows",
+    ),
     (lambda: E.NewtonSchulz("quartic"), r"^coefficients: got 'quartic'; accepted are 'quintic', 'cubic', 'polar_express'"),
     (lambda: E.NewtonSchulz(((1.0, 2.0),)), r"^coefficients: got \(\(1.0, 2.0\),\); accepted is a tuple of triples"),
 ]  # fmt: skip

@@ -115,6 +115,10 @@ FORMULAS: dict[str, tuple[eb.Schedule, Callable[[int], float]]] = {
         eb.warmup_cosine_decay_schedule(1.0, 4, steps=12, start=0.2, end=0.1),
         lambda t: 0.2 + 0.2 * t if t < 4 else 0.1 + 0.9 * cosine(min((t - 4) / 8, 1)),
     ),
+    "a constant before a schedule": (
+        eb.join_schedules([eb.constant_schedule(0.3), eb.polynomial_schedule(0.3, 0.0, steps=4)], [3]),
+        lambda t: 0.3 * (1 - min(max(t - 3, 0) / 4, 1)),
+    ),
     "a plateau": (
         eb.warmup_stable_decay_schedule(1.0, 2, 3, 4),
         lambda t: t / 2 if t < 2 else 1 - min(max(t - 5, 0) / 4, 1),
@@ -201,6 +205,19 @@ def test_the_first_update_has_the_first_value_and_the_last_value_comes_where_it_
     assert seen[steps - 1] != pytest.approx(last, rel=1e-6)
 
 
+def test_what_is_exact_is_exact() -> None:
+    assert values(eb.constant_schedule(0.3), 4) == [0.3] * 4
+    assert values(eb.linear_schedule(1.0, 3.0, 4), 7) == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0, 3.0]
+    assert values(eb.linear_schedule(1e-3, 0.0, 3), 5)[3:] == [0.0, 0.0]
+    assert values(eb.cosine_decay_schedule(1.0, 8, end=0.1), 9)[8] == 0.1
+    plateau = values(eb.warmup_stable_decay_schedule(1.0, 2, 3, 4), 11)
+    assert plateau == [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    warmup = eb.warmup_cosine_decay_schedule(1.0, 4, steps=12, start=0.2, end=0.1)
+    assert values(warmup, 15)[12:] == [0.1] * 3
+    parts: list[Any] = [eb.linear_schedule(0.2, 1.0, 4), eb.cosine_decay_schedule(1.0, 8, end=0.1)]
+    assert warmup == eb.join_schedules(parts, [4])
+
+
 def test_the_peak_of_one_cycle_is_where_torchs_and_optaxs_are() -> None:
     assert values(eb.one_cycle_schedule(1.0, 20), 20)[5] == 1.0
     assert values(eb.cosine_one_cycle_schedule(1.0, 20), 20)[6] == 1.0
@@ -261,7 +278,9 @@ def test_schedules_are_values_on_every_device() -> None:
         assert "at 0x" not in repr(schedule)
 
 
-@pytest.mark.parametrize("schedule", [FORMULAS["constant"][0], FORMULAS["linear"][0], TORCH["a sequence"][0]], ids=repr)
+@pytest.mark.parametrize(
+    "schedule", [*(one for one, _ in list(FORMULAS.values())[:6]), TORCH["a sequence"][0]], ids=repr
+)
 def test_the_first_update_sees_the_value_at_zero_wherever_the_schedule_is(schedule: Any) -> None:
     g = torch.ones((), dtype=torch.float64)
     wrapped: list[Any] = [
@@ -302,6 +321,7 @@ def test_accumulation_counts_updates_not_gradients() -> None:
         (lambda: eb.cosine_decay_schedule(1.0, 2.5), r"^steps: got 2\.5"),  # type: ignore[arg-type]
         (lambda: eb.warmup_cosine_decay_schedule(1.0, 5, steps=5), r"^steps: got 5; accepted is more than warmup_steps = 5"),
         (lambda: eb.warmup_stable_decay_schedule(1.0, 1, 0, 1), r"^stable_steps: got 0"),
+        (lambda: eb.join_schedules([], []), r"^boundaries: got 0 for 0 schedules"),
         (lambda: eb.join_schedules([eb.constant_schedule(1.0)], [3]), r"^boundaries: got 1 for 1 schedules"),
         (lambda: eb.join_schedules([eb.constant_schedule(1.0)] * 3, [5, 5]), r"^boundaries: got \(5, 5\); accepted are increasing"),
         (lambda: eb.join_schedules([eb.constant_schedule(1.0)] * 2, [0]), r"^boundaries: got \(0,\)"),

@@ -225,16 +225,16 @@ def test_kernels_for_a_gpu_are_queued_where_they_were_found_and_nowhere_else(gpu
     given = graph(body, triton_poi_fused_0=gpu, **names)
     calls = given.kernels_for([X, Y], Y, [X])
     assert calls is not None
-    assert calls.take(Y)
+    assert calls.accepts(Y)
     calls(other := torch.zeros(4))
     ((first, _, gradient, four, stream),) = gpu.launched
     assert (first is X, gradient is other, four, stream) == (True, True, 4, 7)
     apart = torch.zeros(5)[1:]
-    assert not calls.take(apart)
+    assert not calls.accepts(apart)
     assert given.kernels_for([X, apart], apart, [X]) is None
     for name, value in (("is_capturing", True), ("stream", 8), ("device", 1)):
         setattr(gpu, name, value)
-        assert not calls.take(Y)
+        assert not calls.accepts(Y)
         assert given.kernels_for([X, Y], Y, [X]) is None
         gpu.device, gpu.stream, gpu.is_capturing = 0, 7, False
     assert given.kernels_for([X, Y], Y, [X]) is not None
@@ -253,7 +253,7 @@ def test_numbers_that_a_captured_step_reads_are_not_those_of_later_ones(monkeypa
             with monkeypatch.context() as captured:
                 if compile and step == 3:
                     captured.setattr(steps, "is_capturing", lambda: True)
-                    captured.setattr(KernelCalls, "take", lambda *_: False)
+                    captured.setattr(KernelCalls, "accepts", lambda *_: False)
                 optimizer.step()
         return [parameter.detach()]
 

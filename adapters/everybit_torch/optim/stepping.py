@@ -216,7 +216,8 @@ def step(
     ready = {task: one for task in looked_up if (one := _ready(task)) is not None}
     for call, arguments in [call for one in ready.values() for call in one.calls]:
         call(*arguments)
-    torch.autograd.graph.increment_version([x for one in ready.values() for x in one.written])
+    if written_unseen := [x for one in ready.values() for x in one.written]:
+        torch.autograd.graph.increment_version(written_unseen)
     for task in here:
         if task in ready:
             continue

@@ -222,7 +222,7 @@ class Steps:
         kept = self._kept.get(segment)
         if kept is None or kept.tensor is not segment.tensor or kept.chosen != (decision, due):
             return None
-        return kept.kernels if is_like(grad, kept.tensor, kept.grad_dtype) and kept.kernels.take(grad) else None
+        return kept.kernels if is_like(grad, kept.tensor, kept.grad_dtype) and kept.kernels.accepts(grad) else None
 
     def _learned(self, segment: Segment, inputs: Inputs) -> Callable[[Tensor], object] | None:
         """The call of the code that ran last for a segment; kernels are kept for the steps to come."""

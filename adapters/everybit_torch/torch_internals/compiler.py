@@ -140,10 +140,10 @@ def know_multiples() -> None:
     sympy, functions = import_module("sympy"), import_module("torch.utils._sympy.functions")
 
     def is_known(self: Any, numerator: Any, denominator: Any) -> bool:
-        if asked(self, numerator, denominator):
-            return True
-        remainder = functions.Mod(numerator, denominator) if isinstance(numerator, sympy.Symbol) else 1
-        return bool(self.statically_known_true(sympy.Eq(remainder, 0)))
+        found = asked(self, numerator, denominator)
+        if found or not isinstance(numerator, sympy.Symbol):
+            return bool(found)
+        return bool(self.statically_known_true(sympy.Eq(functions.Mod(numerator, denominator), 0)))
 
     lengths.statically_known_multiple_of = is_known
 

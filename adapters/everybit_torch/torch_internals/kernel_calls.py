@@ -161,7 +161,7 @@ class KernelCalls:
     written: list[Tensor]
     queue: _Queue | None = None
 
-    def take(self, varying: Tensor) -> bool:
+    def accepts(self, varying: Tensor) -> bool:
         """Whether the kernels may be called now, with this tensor in the place of what varies."""
         return self.queue is None or (_is_aligned(varying) and self.queue == _Queue.present())
 

@@ -162,7 +162,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *_of(
         "adapters/everybit_torch",
-        ("torch_internals/kernel_calls.py", "self.queue == _Queue.present()", "True", "torch/test_kernel_calls.py::gpu"),
+        ("torch_internals/kernel_calls.py", "self.queue == _Queue.present(self.stream_of)", "True", "torch/test_kernel_calls.py::gpu"),
         ("torch_internals/kernel_calls.py", "(_is_aligned(varying) and", "(True and", "torch/test_kernel_calls.py::gpu"),
         ("torch_internals/kernel_calls.py", " if queues <= {queue} else None", "", "torch/test_kernel_calls.py::gpu"),
         ("torch_internals/cpp_loops.py", 'f"logical({self.shifted[left][0]}, {self.shifted[left][1]})"', 'f"{self.shifted[left][0]} >> {self.shifted[left][1]}"', "torch/test_loops.py"),

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -200,7 +200,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     answers: dict[str, Callable[..., Any]] = {
         "_DeviceGuard": lambda _: nullcontext(), "set_device": lambda _: None, "current_device": lambda: made.device,
         "is_current_stream_capturing": lambda: made.is_capturing,
-        "current_stream": lambda: SimpleNamespace(cuda_stream=made.stream),
     }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
@@ -220,7 +219,7 @@ def test_kernels_for_a_gpu_are_queued_where_they_were_found_and_nowhere_else(gpu
     names: dict[str, Any] = {
         "copy_if_misaligned": lambda x: x,
         "empty_strided_cuda": _empty,
-        "get_raw_stream": lambda _: 7,
+        "get_raw_stream": lambda _: gpu.stream,
     }
     given = graph(body, triton_poi_fused_0=gpu, **names)
     calls = given.kernels_for([X, Y], Y, [X])
@@ -235,7 +234,10 @@ def test_kernels_for_a_gpu_are_queued_where_they_were_found_and_nowhere_else(gpu
     for name, value in (("is_capturing", True), ("stream", 8), ("device", 1)):
         setattr(gpu, name, value)
         assert not calls.accepts(Y)
-        assert given.kernels_for([X, Y], Y, [X]) is None
+        found = given.kernels_for([X, Y], Y, [X])
+        assert found is None if name != "stream" else found is not None and found.accepts(Y), (
+            "of a stream their own are found"
+        )
         gpu.device, gpu.stream, gpu.is_capturing = 0, 7, False
     assert given.kernels_for([X, Y], Y, [X]) is not None
 

@@ -10,13 +10,13 @@ from everybit_torch.compiled.compilation import (
     may_compile,
     tell_of_small_models,
 )
-from everybit_torch.compiled.direct_calls import DirectFunction, is_like
+from everybit_torch.compiled.direct_calls import DirectFunction, GradientKind
 from everybit_torch.compiled.fused_sums import FusedSums
 from everybit_torch.compiled.traceable_numbers import Factory, fits, is_number
 from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 
 __all__ = [
-    "LIMIT", "DeclinedError", "DirectFunction", "Factory", "FusedSums", "Inputs", "Variants", "can_compile", "cause",
-    "compile_step", "fits", "has_compiler", "is_like", "is_number", "let_length_vary", "may_compile",
+    "LIMIT", "DeclinedError", "DirectFunction", "Factory", "FusedSums", "GradientKind", "Inputs", "Variants",
+    "can_compile", "cause", "compile_step", "fits", "has_compiler", "is_number", "let_length_vary", "may_compile",
     "tell_of_small_models",
 ]  # fmt: skip

@@ -33,21 +33,56 @@ _InputKind = tuple[bool, tuple[tuple[torch.dtype, torch.device, bool], ...]]
 _LENGTH = -1
 
 
+class GradientKind(NamedTuple):
+    """The gradients for which code that ran for one of them may run again.
+
+    Attributes:
+        tensor: The weights.
+        is_on_host: Whether they lie on the CPU.
+        dtype: The dtype of gradients.
+        numel: Their number of elements.
+        low: The highest address below the weights that is too near for a gradient to begin there.
+        high: The address at which the weights end.
+    """
+
+    tensor: Tensor
+    is_on_host: bool
+    dtype: torch.dtype
+    numel: int
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, dtype: torch.dtype) -> GradientKind:
+        """Return the kind of the gradients of some weights."""
+        begin, numel = tensor.data_ptr(), tensor.numel()
+        return cls(tensor, tensor.is_cpu, dtype, numel, begin - numel * dtype.itemsize, begin + numel * tensor.itemsize)
+
+    def fits(self, grad: Tensor) -> bool:
+        """Whether a gradient is plain and contiguous, has that dtype, length and device, and lies in no memory of the weights."""
+        return (
+            grad.dtype is self.dtype
+            and type(grad) is Tensor
+            and grad.numel() == self.numel
+            and grad.is_contiguous()
+            and (grad.is_cpu if self.is_on_host else grad.device == self.tensor.device)
+            and not self.low < grad.data_ptr() < self.high
+        )
+
+
 class _Remembered(NamedTuple):
     """The inputs of a segment's last step, of which only the gradient is another at the next.
 
     Attributes:
-        tensor: The segment's tensor.
+        gradient: The kind of its gradient.
         first: The indices of its elements.
-        grad_dtype: The gradient's dtype.
         state: The tensors of its state.
         compiled: The code for them.
         places: The number of the input that each argument of the code is.
     """
 
-    tensor: Tensor
+    gradient: GradientKind
     first: object
-    grad_dtype: torch.dtype
     state: list[Tensor]
     compiled: Compiled
     places: list[int]
@@ -122,7 +157,9 @@ class DirectCalls(_KnownCode):
         if known is not None:
             compiled, places = known
             if segment is not None and not totals and not given:
-                self._remembered[segment] = _Remembered(tensor, first, grad.dtype, held, compiled, places)
+                self._remembered[segment] = _Remembered(
+                    GradientKind.of(tensor, grad.dtype), first, held, compiled, places
+                )
             self._began()
             compiled(*_arguments(places, [*inputs, numbers]))
             return
@@ -144,9 +181,11 @@ class DirectCalls(_KnownCode):
             numbers: The numeric hyperparameters.
         """
         last = self._remembered.get(segment)
-        if last is None or last.tensor is not tensor or last.first is not first or torch.compiler.is_compiling():
+        if last is None or torch.compiler.is_compiling():
             return None
-        if not is_like(grad, tensor, last.grad_dtype):
+        if last.gradient.tensor is not tensor or last.first is not first or grad.requires_grad:
+            return None
+        if not last.gradient.fits(grad):
             return None
         rest = [*last.state, *eb.tree.leaves(last.first), numbers]
         kernels = None
@@ -196,20 +235,6 @@ class DirectFunction(_KnownCode):
 
 def _arguments(places: Sequence[int], inputs: Sequence[Tensor]) -> list[Any]:
     return [inputs[0].numel() if place == _LENGTH else inputs[place] for place in places]
-
-
-def is_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a gradient is of the kind that a segment's last one was: of that dtype, contiguous, in no memory of the weights."""
-    length = tensor.numel()
-    return (
-        grad.dtype is dtype
-        and type(grad) is Tensor
-        and not grad.requires_grad
-        and grad.numel() == length
-        and grad.is_contiguous()
-        and ((grad.is_cpu and tensor.is_cpu) or grad.device == tensor.device)
-        and abs(grad.data_ptr() - tensor.data_ptr()) >= length * max(grad.itemsize, tensor.itemsize)
-    )
 
 
 def _kind(inputs: Sequence[Tensor]) -> _InputKind | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Task:
         return self.stepped.of.gather(self.grads)
 
 
-_DENSE = {torch.strided}
+_GRAD = attrgetter("grad")
 
 # -- 1: gradients; nothing is changed yet ---------------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ def find_gradients(parameters: Parameters) -> tuple[list[Task], list[Visit]]:
             )
         parameters.come_apart(mixed)
         found = [(one, gradients(one)) for one in parameters.stepped]
-    tasks = [Task(one, cast(list[Tensor], grads)) for one, grads in found if grads[0] is not None]
+    tasks = [Task(one, cast("list[Tensor]", grads)) for one, grads in found if grads[0] is not None]
     for task in tasks:
         if task.stepped.of.segment.optimizer.periods:
             task.due = task.stepped.steps.due(task.stepped.of.segment)
@@ -96,17 +97,13 @@ def gradients(one: Stepped) -> list[Tensor | None]:
     Raises:
         TypeError: A sparse gradient.
     """
-    grads = [parameter.grad for parameter in one.of.parameters]
-    if {grad.layout for grad in grads if grad is not None} - _DENSE:
-        name, layout = next(
-            (name, grad.layout)
-            for name, grad in zip(one.names, grads, strict=True)
-            if grad is not None and grad.layout is not torch.strided
-        )
-        raise TypeError(
-            f"{name}: got a {layout} gradient; accepted are dense gradients (torch.nn.Embedding(sparse=False), or"
-            " torch.optim.SparseAdam for sparse ones)."
-        )
+    grads: list[Tensor | None] = [*map(_GRAD, one.of.parameters)]
+    for number, grad in enumerate(grads):
+        if grad is not None and grad.layout is not torch.strided:
+            raise TypeError(
+                f"{one.names[number]}: got a {grad.layout} gradient; accepted are dense gradients (torch.nn.Embedding(sparse=False), or"
+                " torch.optim.SparseAdam for sparse ones)."
+            )
     return [None if grad is None else local(grad) for grad in grads] if one.of.is_sharded else grads
 
 
@@ -212,23 +209,17 @@ def step(
         here.sort(key=lambda task: task.stepped.of.numel, reverse=True)
     for host in (parameters.hosts or {}).values():
         host.begin([task.stepped.of.segment for task in here if task.stepped.of.segment.host is host])
-    looked_up = [] if metrics or torch.compiler.is_compiling() else here
-    ready = {task: one for task in looked_up if (one := _ready(task)) is not None}
-    for call, arguments in [call for one in ready.values() for call in one.calls]:
-        call(*arguments)
-    if written_unseen := [x for one in ready.values() for x in one.written]:
-        torch.autograd.graph.increment_version(written_unseen)
+    if not metrics and not torch.compiler.is_compiling():
+        ready = _ReadyCalls()
+        here = [task for task in here if not ready.add(task)]
+        ready.call()
     for task in here:
-        if task in ready:
-            continue
         grad, task.gathered = task.gather() if task.gathered is None else task.gathered, None
         found = step_one(task, grad, metrics=metrics)
         if found is not None and is_counted(task.stepped, mesh):
             measured = found if measured is None else added(measured, found)
     for host in (parameters.hosts or {}).values():
         host.finish()
-    for one in ready.values():
-        one.segment.note_step(one.before)
     if any(task.stepped.of.segment.optimizer.common for task in tasks):
         common_numbers.spread(parameters.stepped, [task.stepped for task in tasks])
     for visit in visits:
@@ -248,41 +239,44 @@ def _written(tasks: Sequence[Task], visits: Sequence[Visit]) -> list[Tensor]:
     return [parameter for task in tasks for parameter in task.stepped.of.parameters] + visited
 
 
-class _Ready(NamedTuple):
-    """The calls that step a segment as it was stepped last.
-
-    Attributes:
-        calls: The calls.
-        written: The tensors to which they write unseen by autograd.
-        segment: The segment.
-        before: The count of earlier steps.
-    """
-
-    calls: list[Prepared]
-    written: list[Tensor]
-    segment: Segment
-    before: int | None
-
-
-def _ready(task: Task) -> _Ready | None:
-    """Return the call for parameters that are stepped where they lie; None: code is found at their turn.
+class _ReadyCalls:
+    """The calls that step segments as they were stepped last.
 
     A long segment empties the caches, and Python between two of them takes five times as long. So calls are prepared before the first,
     and writes are counted after the last.
     """
-    one, segment = task.stepped, task.stepped.of.segment
-    if segment.optimizer.reduces or not isinstance(one.of, (Single, Run)):
-        return None
-    if not all(map(Tensor.is_contiguous, task.grads)):
-        return None  # copies, of which one is there at a time
-    grad = task.grads[0] if isinstance(one.of, Single) else task.gather()
-    call = one.steps.again(segment, grad, one.decision, task.due)
-    if call is None:
-        return None
-    before = segment.count.known(segment.state.step)
-    if isinstance(call, KernelCalls):
-        return _Ready(call.prepared(grad), call.written, segment, before)
-    return _Ready([(call, [grad])], [], segment, before)
+
+    def __init__(self) -> None:
+        self._calls: list[Prepared] = []
+        self._written: list[Tensor] = []  # unseen by autograd
+        self._counted: list[tuple[Segment, int]] = []  # and the earlier steps, which the host knows
+
+    def add(self, task: Task) -> bool:
+        """Prepare the call for parameters that are stepped where they lie. False: code is found at their turn."""
+        one, of, segment = task.stepped, task.stepped.of, task.stepped.of.segment
+        if segment.optimizer.reduces or not isinstance(of, (Single, Run)):
+            return False
+        grad = task.grads[0] if isinstance(of, Single) else task.gather()
+        call = one.steps.again(segment, grad, one.decision, task.due)
+        if call is None:
+            return False
+        if (before := segment.count.known(segment.state.step)) is not None:
+            self._counted.append((segment, before))
+        if isinstance(call, KernelCalls):
+            self._calls += call.prepared(grad)
+            self._written += call.written
+        else:
+            self._calls.append((call, [grad]))
+        return True
+
+    def call(self) -> None:
+        """Step the segments."""
+        for call, arguments in self._calls:
+            call(*arguments)
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+        for segment, before in self._counted:
+            segment.note_step(before)
 
 
 def measured_mesh(parameters: Parameters) -> DeviceMesh | None:

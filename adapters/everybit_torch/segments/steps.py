@@ -17,11 +17,11 @@ from everybit.stepping.entries import map_parts
 from everybit_torch.compiled import (
     LIMIT,
     Factory,
+    GradientKind,
     Inputs,
     Variants,
     can_compile,
     fits,
-    is_like,
     is_number,
     may_compile,
     tell_of_small_models,
@@ -56,15 +56,13 @@ class _Kept(NamedTuple):
     """The kernels that step a segment, as long as only its gradient is another.
 
     Attributes:
-        tensor: The segment's tensor.
+        gradient: The kind of its gradient.
         chosen: What masks and labels said, and the work that is due.
-        grad_dtype: The gradient's dtype.
         kernels: Their calls.
     """
 
-    tensor: Tensor
+    gradient: GradientKind
     chosen: tuple[Decision | None, Due]
-    grad_dtype: torch.dtype
     kernels: KernelCalls
 
 
@@ -203,7 +201,7 @@ class Steps:
 
         Args:
             segment: The segment.
-            grad: The gradient: in the tensor's shape, or contiguous, with as many elements.
+            grad: The gradient: as many elements as the tensor has, in any shape.
             decision: The results of masks and labels for the segment.
             due: The periodic work that is due.
         """
@@ -214,21 +212,24 @@ class Steps:
             return kernels
         if segment.tensor.ndim != 1 or not self.compiles(segment.tensor.device):
             return None  # code for other tensors goes through Dynamo
+        if not grad.is_contiguous():
+            return None  # a copy is made at its turn, so that one is there at a time
         vector = grad if grad.ndim == 1 else grad.view(-1)
         return self._learned(segment, self._inputs(segment, vector, (), decision, due, metrics=False))
 
     def _kernels(self, segment: Segment, grad: Tensor, decision: Decision | None, due: Due) -> KernelCalls | None:
         """The kernels that stepped a segment last, if only its gradient is another."""
         kept = self._kept.get(segment)
-        if kept is None or kept.tensor is not segment.tensor or kept.chosen != (decision, due):
+        if kept is None or kept.gradient.tensor is not segment.tensor or kept.chosen != (decision, due):
             return None
-        return kept.kernels if is_like(grad, kept.tensor, kept.grad_dtype) and kept.kernels.accepts(grad) else None
+        return kept.kernels if kept.gradient.fits(grad) and kept.kernels.accepts(grad) else None
 
     def _learned(self, segment: Segment, inputs: Inputs) -> Callable[[Tensor], object] | None:
         """The call of the code that ran last for a segment; kernels are kept for the steps to come."""
         again = self._steps.again(inputs, self._numbers_on(segment.tensor.device))
         if isinstance(again, KernelCalls):
-            self._kept[segment] = _Kept(segment.tensor, (inputs.decision, inputs.due), inputs.grads[0].dtype, again)
+            gradient = GradientKind.of(segment.tensor, inputs.grads[0].dtype)
+            self._kept[segment] = _Kept(gradient, (inputs.decision, inputs.due), again)
         return again
 
     def find(

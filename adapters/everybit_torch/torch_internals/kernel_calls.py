@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from threading import get_ident
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ _HARMLESS = {"clear", "empty_strided_cpu", "reinterpret_tensor", "torch"} | {
     "empty_strided_cuda", "copy_if_misaligned", "copy_misaligned", "get_raw_stream", "run", "size", "cuda", "_DeviceGuard", "set_device",
 }  # fmt: skip
 
+_StreamOf = Callable[[int], int]
+"""Returns the address of a device's current stream. Inductor's function does; torch's makes an object, which takes ten times as long."""
+
 _ALIGNMENT = 16
 """Bytes. Kernels of a GPU load as many at once; torch passes them a copy of a tensor that does not begin at a multiple."""
 
@@ -52,11 +55,12 @@ class _Queue(NamedTuple):
     stream: int
 
     @classmethod
-    def present(cls) -> _Queue | None:
+    def present(cls, stream_of: _StreamOf) -> _Queue | None:
         """Return where kernels are queued now; None while a CUDA graph is captured, which would keep the addresses of buffers."""
         if torch.cuda.is_current_stream_capturing():
             return None
-        return cls(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
+        device = torch.cuda.current_device()
+        return cls(device, stream_of(device))
 
 
 @dataclass(slots=True)
@@ -96,9 +100,9 @@ class CompiledGraph:
         if call is None:
             return None
         tensors = [x for x in args if isinstance(x, Tensor)]
-        queue = None
+        queue, stream_of = None, cast(_StreamOf, call.__globals__.get("get_raw_stream"))
         if any(name.startswith(_ON_DEVICE) for name in call.__code__.co_names):
-            queue = _Queue.present()
+            queue = _Queue.present(stream_of)
             if queue is None or not all(map(_is_aligned, tensors)):
                 return None
         names, calls = call.__globals__, list[_Call]()
@@ -107,8 +111,7 @@ class CompiledGraph:
         names = names | {name: _noting(kernel, calls) for name, kernel in kernels.items()}
 
         def noted_stream(device: int) -> int:
-            stream: int = call.__globals__["get_raw_stream"](device)
-            queues.add(_Queue(device, stream))
+            queues.add(_Queue(device, stream := stream_of(device)))
             return stream
 
         names["get_raw_stream"] = noted_stream
@@ -118,7 +121,7 @@ class CompiledGraph:
         if result or len(own) < len(tensors) or not _settle(calls, own, varying):
             self._call = None
             return None
-        return KernelCalls(calls, list(written), queue) if queues <= {queue} else None
+        return KernelCalls(calls, list(written), stream_of, queue) if queues <= {queue} else None
 
 
 class _Call(NamedTuple):
@@ -154,16 +157,18 @@ class KernelCalls:
     Attributes:
         calls: The calls.
         written: The tensors to which they write.
+        stream_of: Returns the current stream of a GPU.
         queue: The queue of a GPU to which they and their buffers belong; None on a CPU.
     """
 
     calls: list[_Call]
     written: list[Tensor]
+    stream_of: _StreamOf
     queue: _Queue | None = None
 
     def accepts(self, varying: Tensor) -> bool:
         """Whether the kernels may be called now, with this tensor in the place of what varies."""
-        return self.queue is None or (_is_aligned(varying) and self.queue == _Queue.present())
+        return self.queue is None or (_is_aligned(varying) and self.queue == _Queue.present(self.stream_of))
 
     def prepared(self, varying: Tensor) -> list[Prepared]:
         """Return the kernels with all their arguments. The caller has autograd count the writes."""

@@ -69,7 +69,7 @@ def nothing(_optimizer: AdamW, _step: int) -> None:
 
 
 @pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
-@pytest.mark.parametrize("each_step", [nothing, other_memory, other_code])
+@pytest.mark.parametrize("each_step", [pytest.param(nothing, marks=pytest.mark.slow), other_memory, other_code])
 @pytest.mark.parametrize("policy", ["FP32", pytest.param("TIGHT_BF16", marks=pytest.mark.slow)])
 def test_kernels_called_by_themselves_give_the_bits_of_uncompiled_steps(
     policy: str, each_step: Callable[[AdamW, int], None], alone: bool, runs: list[int]

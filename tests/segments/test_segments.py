@@ -225,6 +225,7 @@ def test_segments_that_make_different_requests_are_refused() -> None:
         find_totals(work)
 
 
+@pytest.mark.usefixtures("traced")
 def test_new_values_of_hyperparameters_compile_nothing(caplog: pytest.LogCaptureFixture) -> None:
     steps, optimizer = steps_of(eb.adamw, "FP32", compile=True)
     segment, reference = (Segment.new(optimizer, torch.ones(100)) for _ in range(2))

@@ -44,6 +44,7 @@ def test_a_grad_scaler_skips_the_step_that_overflowed_and_follows_torch_else() -
         torch.testing.assert_close(a, b, rtol=0, atol=5 * 4 * 2**-24)
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("arguments", [{}, {"compile": True}])
 def test_a_step_that_overflowed_leaves_every_bit_of_weights_and_state(arguments: dict[str, Any]) -> None:
     model = nn.Linear(4, 3, dtype=torch.bfloat16)

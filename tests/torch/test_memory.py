@@ -184,6 +184,7 @@ def resized(vector: nn.Parameter) -> None:
     vector.untyped_storage().resize_(1 << 20)
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("change", [strided, resized])
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.sampled(2)

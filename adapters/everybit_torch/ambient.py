@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from everybit_torch.torch_internals.tensors import has_default_device
+from everybit_torch.torch_internals.tensors import has_default_device, product_precision
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,14 +55,8 @@ def _changes() -> list[AbstractContextManager[Any]]:
     if has_default_device():
         found.append(torch.device("cpu"))
     if not torch.compiler.is_compiling():
-        found += [_exact(one) for one in _products() if one.fp32_precision not in _EXACT]
+        found += [_exact(name) for name in ("mkldnn", "cuda") if product_precision(name) not in _EXACT]
     return found
-
-
-def _products() -> tuple[Any, ...]:
-    """The settings of libraries that may round the factors of float32 products."""
-    backends: Any = torch.backends
-    return backends.mkldnn.matmul, backends.cuda.matmul
 
 
 @contextmanager
@@ -76,7 +70,9 @@ def _default_dtype() -> Iterator[None]:
 
 
 @contextmanager
-def _exact(setting: Any) -> Iterator[None]:
+def _exact(library: str) -> Iterator[None]:
+    """Have a library not round the factors of float32 products."""
+    setting = getattr(torch.backends, library).matmul
     before = setting.fp32_precision
     setting.fp32_precision = "ieee"
     try:

@@ -45,6 +45,17 @@ def has_default_device() -> bool:
     return torch.get_default_device().type != "cpu"
 
 
+_precision: Any = getattr(_bindings, "_get_fp32_precision_getter", None)
+
+
+def product_precision(library: str) -> str:
+    """Return the precision of float32 products in ``mkldnn`` or ``cuda``; ``torch.backends`` says it after a microsecond."""
+    if _precision is None:
+        return str(getattr(torch.backends, library).matmul.fp32_precision)
+    found: str = _precision(library, "matmul")
+    return found
+
+
 def plain_tensors() -> AbstractContextManager[None]:
     """Treat tensors of our own classes as plain tensors inside the context."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -86,7 +86,7 @@ def test_registry_entry_keeps_the_promise(name: str, check: str) -> None:
 
 @pytest.mark.parametrize("check", QUICK)
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name not in (*IN_FULL, *TWINS)])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_registry_entry_keeps_the_promise_under_one_policy(name: str, check: str) -> None:
     QUICK[check](REGISTRY[name])
 

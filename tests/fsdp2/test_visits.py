@@ -156,7 +156,7 @@ def together(states: list[State]) -> State:
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize(("shape", "elements"), [((1,), 1), ((2,), 40), ((3,), 1 << 20), ((4,), 1), ((2, 2), 40)])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 def test_visitors_have_the_bits_of_one_process(name: str, shape: tuple[int, ...], elements: int) -> None:
     expected = alone(name, "LEAN_BF16")
     for weights, _ in run(torch.Size(shape).numel(), visiting, name, "LEAN_BF16", shape, elements):

@@ -20,7 +20,7 @@ def skip_sometimes(step: int, name: str) -> bool:
 
 
 @pytest.mark.parametrize(("ours", "theirs", "arguments"), [*PAIRS, *BY_NAME])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_float64_follows_torch_for_200_steps(
     ours: Callable[..., TorchOptimizer], theirs: type[torch.optim.Optimizer], arguments: dict[str, Any]
 ) -> None:

@@ -252,7 +252,7 @@ class _ReadyCalls:
         self._counted: list[tuple[Segment, int]] = []  # and the earlier steps, which the host knows
 
     def add(self, task: Task) -> bool:
-        """Prepare the call for parameters that are stepped where they lie. False: code is found at their turn."""
+        """Prepare the call for parameters that are stepped where they lie. False: their code is found at their turn."""
         one, of, segment = task.stepped, task.stepped.of, task.stepped.of.segment
         if segment.optimizer.reduces or not isinstance(of, (Single, Run)):
             return False

@@ -207,9 +207,8 @@ def _sizes_tried() -> dict[str, Any]:
 
     By default Inductor gives each thread 32 elements. A step of three blocks then needs more registers than there are.
     """
-    return (
-        {"max_autotune_pointwise": True} if hasattr(_module("torch._inductor.config"), "max_autotune_pointwise") else {}
-    )
+    is_there = hasattr(_module("torch._inductor.config"), "max_autotune_pointwise")
+    return {"max_autotune_pointwise": True} if is_there else {}
 
 
 def _short_expressions() -> dict[str, Any]:

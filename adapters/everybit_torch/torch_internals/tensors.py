@@ -1,4 +1,4 @@
-"""Attributes of a tensor without a public function in torch, or without a fast one: memory, version, default device."""
+"""Attributes of tensors, and settings, without a public function in torch or without a fast one: memory, version, default device."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def version(tensor: Tensor) -> int:
 
 _bindings: Any = torch._C
 _set_versions: Any = getattr(_bindings._autograd, "_unsafe_set_version_counter", None)
-
-
 _count_modes: Any = getattr(_bindings, "_len_torch_function_stack", None)
+_precision: Any = getattr(_bindings, "_get_fp32_precision_getter", None)
 
 
 def has_default_device() -> bool:
@@ -43,9 +42,6 @@ def has_default_device() -> bool:
     if _count_modes is not None and not _count_modes():
         return False
     return torch.get_default_device().type != "cpu"
-
-
-_precision: Any = getattr(_bindings, "_get_fp32_precision_getter", None)
 
 
 def product_precision(library: str) -> str:

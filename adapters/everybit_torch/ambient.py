@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from everybit_torch.torch_internals.tensors import has_default_device, product_precision
+from everybit_torch.torch_internals.tensors import count_modes, precision
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,10 +52,10 @@ def _changes() -> list[AbstractContextManager[Any]]:
     found += [torch.autocast(kind, enabled=False) for kind in _DEVICES if torch.is_autocast_enabled(kind)]
     if torch.get_default_dtype() is not _DTYPE:
         found.append(_default_dtype())
-    if has_default_device():
+    if count_modes() and torch.get_default_device().type != "cpu":  # a default device is a mode
         found.append(torch.device("cpu"))
     if not torch.compiler.is_compiling():
-        found += [_exact(name) for name in ("mkldnn", "cuda") if product_precision(name) not in _EXACT]
+        found += [_exact(name) for name in ("mkldnn", "cuda") if precision(name, "matmul") not in _EXACT]
     return found
 
 

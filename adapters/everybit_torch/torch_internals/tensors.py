@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -20,6 +20,16 @@ foreach_norm: Any = getattr(torch, "_foreach_norm", None)
 check_and_unscale: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 """The function that ``torch.amp.GradScaler.unscale_`` calls; None in a torch without it."""
 
+count_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+"""The number of modes that are active, of which a default device is one; 1 in a torch without it."""
+
+precision: Callable[[str, str], str] = getattr(
+    torch._C,
+    "_get_fp32_precision_getter",
+    lambda library, operation: getattr(getattr(torch.backends, library), operation).fp32_precision,
+)
+"""The precision of a library's float32 operations. ``torch.backends`` says it, too, and takes six times as long."""
+
 # These three have no fallback: what needs them could not be right without.
 
 
@@ -30,26 +40,6 @@ def version(tensor: Tensor) -> int:
 
 _bindings: Any = torch._C
 _set_versions: Any = getattr(_bindings._autograd, "_unsafe_set_version_counter", None)
-_count_modes: Any = getattr(_bindings, "_len_torch_function_stack", None)
-_precision: Any = getattr(_bindings, "_get_fp32_precision_getter", None)
-
-
-def has_default_device() -> bool:
-    """Whether tensors are made on another device than the CPU by default.
-
-    A default device is a mode. Without a mode there is none, which torch's own function says after four microseconds.
-    """
-    if _count_modes is not None and not _count_modes():
-        return False
-    return torch.get_default_device().type != "cpu"
-
-
-def product_precision(library: str) -> str:
-    """Return the precision of float32 products in ``mkldnn`` or ``cuda``; ``torch.backends`` says it after a microsecond."""
-    if _precision is None:
-        return str(getattr(torch.backends, library).matmul.fp32_precision)
-    found: str = _precision(library, "matmul")
-    return found
 
 
 def plain_tensors() -> AbstractContextManager[None]:

@@ -175,7 +175,7 @@ def of_spectrum(name: str, rows: int, columns: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("coefficients", ["quintic", "polar_express", "deepseek", "cubic"])
-@pytest.mark.sampled(4)  # no multiple of the spectra: else one of them alone would be drawn
+@pytest.mark.sampled(5)
 def test_the_gram_form_leaves_no_singular_value_above_the_greatest(name: str, coefficients: CoefficientName) -> None:
     """The greatest to which polynomials take (0, 1], with an error of 2^-8 of it for each of three products in each step.
 

@@ -18,15 +18,8 @@ from typing import Any, TypeVar
 
 import everybit as eb
 from everybit_torch.config.algorithms import (
-    AdamConfig,
-    AdamWConfig,
-    Algorithm,
-    LionConfig,
-    RMSpropConfig,
-    SGDConfig,
-    algorithm,
-    register_algorithm,
-)
+    AdamConfig, AdamWConfig, Algorithm, LionConfig, RMSpropConfig, SGDConfig, algorithm, register_algorithm,
+)  # fmt: skip
 from everybit_torch.config.files import parsed, written
 from everybit_torch.config.flags import config_from_flags
 from everybit_torch.config.policies import PolicyByName, PolicyRule

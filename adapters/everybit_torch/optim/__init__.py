@@ -8,12 +8,8 @@ from everybit_torch.optim.param_groups import Params, named_by, names_of, requir
 from everybit_torch.optim.parameters import Own, Stepped
 from everybit_torch.optim.planned import parameters_of
 from everybit_torch.optim.state_dicts.full_precision import (
-    LoadReport,
-    RoundingLoss,
-    decoded_all,
-    load_all,
-    rounding_loss,
-)
+    LoadReport, RoundingLoss, decoded_all, load_all, rounding_loss,
+)  # fmt: skip
 from everybit_torch.optim.state_dicts.full_weights import FLOATS
 from everybit_torch.optim.state_dicts.saved_structure import Saved, names, read, shown
 from everybit_torch.optim.state_dicts.state_schema import as_count, require_tensor

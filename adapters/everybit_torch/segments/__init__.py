@@ -2,13 +2,8 @@
 
 from everybit_torch.segments.contiguous import Memory, Run, neighbours
 from everybit_torch.segments.host_state import (
-    HostState,
-    Offload,
-    empty_on_host,
-    require_offload,
-    require_streams,
-    staging_bytes,
-)
+    HostState, Offload, empty_on_host, require_offload, require_streams, staging_bytes,
+)  # fmt: skip
 from everybit_torch.segments.segment import PIECE, HostMemory, Segment, Watched, WatchedDType, piece_size, write
 from everybit_torch.segments.short import Bucket, indices, is_short, most_short, upper_words
 from everybit_torch.segments.single import Places, Single

@@ -4,65 +4,20 @@ from everybit.base import tree
 from everybit.base.barriers import atan, bias_correction, cos, exp, log, materialize, mean, sqrt, sum_of_squares
 from everybit.base.blocks import Blocks, FirstElement, Scattered, first_of_whole, without_gaps
 from everybit.base.dtypes import (
-    COMPUTE_DTYPES,
-    DTYPES,
-    FLOAT_DTYPES,
-    LOW_DTYPES,
-    ComputeDType,
-    FloatDType,
-    LowDType,
-    dtype_name,
-    is_dense,
-    is_parameter,
-    itemsize,
-    require_member,
-    settle_dtype,
-    spelled,
-)
+    COMPUTE_DTYPES, DTYPES, FLOAT_DTYPES, LOW_DTYPES, ComputeDType, FloatDType, LowDType, dtype_name, is_dense, is_parameter, itemsize,
+    require_member, settle_dtype, spelled,
+)  # fmt: skip
 from everybit.base.memo import once, remember
 from everybit.base.named_tensors import load_state_dict, state_dict
 from everybit.base.patterns import by_name, label_table, plain_name, require_each, require_name, require_patterns
 from everybit.base.random_bits import Key, Lane, Numbering, normal, require_seed, stream
 from everybit.base.rounding import straight_through, uniform
 from everybit.base.scalars import (
-    AboveZero,
-    AtLeastOne,
-    AtMostZero,
-    Constant,
-    Count,
-    CountFromZero,
-    Finite,
-    FixedAboveZero,
-    FixedFinite,
-    FixedNonNegative,
-    FixedShare,
-    Hyperparameter,
-    Instance,
-    NonNegative,
-    NonNegativeConstant,
-    Options,
-    PositiveConstant,
-    Range,
-    Ranged,
-    Rate,
-    RateConstant,
-    Rows,
-    Scalar,
-    Schedule,
-    Share,
-    Updates,
-    UpdatesFromZero,
-    as_tensor,
-    at,
-    beside,
-    clamp,
-    is_zero,
-    require,
-    require_count,
-    require_step,
-    require_word,
+    AboveZero, AtLeastOne, AtMostZero, Constant, Count, CountFromZero, Finite, FixedAboveZero, FixedFinite, FixedNonNegative, FixedShare,
+    Hyperparameter, Instance, NonNegative, NonNegativeConstant, Options, PositiveConstant, Range, Ranged, Rate, RateConstant, Rows, Scalar,
+    Schedule, Share, Updates, UpdatesFromZero, as_tensor, at, beside, clamp, is_zero, require, require_count, require_step, require_word,
     square_root,
-)
+)  # fmt: skip
 from everybit.base.tree import Slot, state
 
 __all__ = [

@@ -33,16 +33,8 @@ from everybit.formats.kahan import Kahan
 from everybit.formats.main_copy import Master
 from everybit.formats.one_part import Nearest, Stochastic
 from everybit.formats.protocol import (
-    HALF_UNITS,
-    SLOT_KINDS,
-    Format,
-    ParamFormat,
-    Parts,
-    PartSpec,
-    Rounding,
-    SlotKind,
-    StateFormat,
-)
+    HALF_UNITS, SLOT_KINDS, Format, ParamFormat, Parts, PartSpec, Rounding, SlotKind, StateFormat,
+)  # fmt: skip
 from everybit.formats.split import Split
 
 __all__ = [

@@ -4,26 +4,11 @@ from everybit.linalg.factored_moments import Which, factored_dimensions
 from everybit.linalg.kronecker import Block, Kronecker, Sides, root_mean_square
 from everybit.linalg.operations import eigenvectors, inverse_roots, orthonormal, product
 from everybit.linalg.orthogonalization import (
-    PUBLISHED,
-    Arithmetic,
-    Batching,
-    Coefficients,
-    NewtonSchulz,
-    Normalization,
-    Triple,
-    iterated,
-)
+    PUBLISHED, Arithmetic, Batching, Coefficients, NewtonSchulz, Normalization, Triple, iterated,
+)  # fmt: skip
 from everybit.linalg.views import (
-    MatrixView,
-    batched,
-    flattened,
-    heads,
-    interleaved,
-    matrix,
-    row_blocks,
-    transposed,
-    view_for,
-)
+    MatrixView, batched, flattened, heads, interleaved, matrix, row_blocks, transposed, view_for,
+)  # fmt: skip
 from everybit.linalg.whitening import fitted
 
 __all__ = [

@@ -29,40 +29,13 @@ A bfloat16 moment is rounded stochastically in every preset but the last two: ro
 """
 
 from everybit.policies.labels import (
-    LOW,
-    AnyPolicy,
-    ByLabel,
-    block_of,
-    by_dtype,
-    by_label,
-    draws_bits,
-    for_dtype,
-    policies_of,
-    resolve_tree,
-)
+    LOW, AnyPolicy, ByLabel, block_of, by_dtype, by_label, draws_bits, for_dtype, policies_of, resolve_tree,
+)  # fmt: skip
 from everybit.policies.policy import Grads, Policy, Resolved, resolve
 from everybit.policies.presets import (
-    ANYPRECISION,
-    EXACT_BF16,
-    FLOOR_8BIT,
-    FLOOR_BF16,
-    FP32,
-    FP64,
-    KAHAN_BF16,
-    LEAN_4BIT,
-    LEAN_8BIT,
-    LEAN_BF16,
-    MIXED_BF16,
-    PRESETS,
-    PURE_BF16,
-    TIGHT_BF16,
-    PolicyName,
-    PolicyOrName,
-    describe,
-    native,
-    short,
-    with_name_resolved,
-)
+    ANYPRECISION, EXACT_BF16, FLOOR_8BIT, FLOOR_BF16, FP32, FP64, KAHAN_BF16, LEAN_4BIT, LEAN_8BIT, LEAN_BF16, MIXED_BF16, PRESETS,
+    PURE_BF16, TIGHT_BF16, PolicyName, PolicyOrName, describe, native, short, with_name_resolved,
+)  # fmt: skip
 from everybit.policies.wide_parameters import keep_wide
 
 __all__ = [

@@ -4,36 +4,12 @@ from everybit.protocol.context import ALONE, Context, Due, enter, in_turn
 from everybit.protocol.contracts import Unwritten, require_cut, require_state, separated
 from everybit.protocol.hyperparameters import accepting, hyperparameters, map_hyperparameters
 from everybit.protocol.requests import (
-    Axis,
-    Local,
-    Max,
-    Pending,
-    Request,
-    Sum,
-    SumOfSquares,
-    advance,
-    fulfil,
-    require_done,
-    then,
-)
+    Axis, Local, Max, Pending, Request, Sum, SumOfSquares, advance, fulfil, require_done, then,
+)  # fmt: skip
 from everybit.protocol.transform import (
-    PARTS,
-    Cut,
-    Elementwise,
-    HasEvalParams,
-    SlotDecay,
-    Transform,
-    WholeTensors,
-    any_draws,
-    any_per_tensor,
-    any_reduces,
-    coarsest,
-    common,
-    decays,
-    eval_params,
-    periods,
-    require_transform,
-)
+    PARTS, Cut, Elementwise, HasEvalParams, SlotDecay, Transform, WholeTensors, any_draws, any_per_tensor, any_reduces, coarsest, common,
+    decays, eval_params, periods, require_transform,
+)  # fmt: skip
 from everybit.protocol.traversal import fields_of, is_transform, map_parts, transforms_in
 
 __all__ = [

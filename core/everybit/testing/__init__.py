@@ -24,12 +24,8 @@ from everybit.testing.checks.formats import check_format
 from everybit.testing.checks.functional import check_differentiable, check_vmap
 from everybit.testing.checks.purity import check_pure, check_state_is_a_fixed_point
 from everybit.testing.checks.runs import (
-    check_hyperparameters_are_data,
-    check_meta_init,
-    check_no_wait,
-    check_periodic_work,
-    check_resume_equals_continue,
-)
+    check_hyperparameters_are_data, check_meta_init, check_no_wait, check_periodic_work, check_resume_equals_continue,
+)  # fmt: skip
 from everybit.testing.checks.shards import check_shards_equal_whole
 from everybit.testing.conformance import Conformance, assert_transform_conforms
 from everybit.testing.examples import Build, assert_same_bits, example_grads, example_params

@@ -27,21 +27,30 @@ typedef uint32_t Unsigned __attribute__((vector_size(4 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint8_t Octets __attribute__((vector_size(LANES)));
 typedef int16_t Pairs __attribute__((vector_size(4 * LANES)));
 #define INLINE static inline __attribute__((always_inline))
 template <class Vector, class T> INLINE Vector load(const T* from) { Vector x; memcpy(&x, from, sizeof x); return x; }
 INLINE Ints logical(Ints x, int by) { return __builtin_bit_cast(Ints, __builtin_bit_cast(Unsigned, x) >> (uint32_t)by); }
+typedef at::vec::Vectorized<float> Class;
 INLINE Floats root(Floats x) {
-  return __builtin_bit_cast(Floats, __builtin_bit_cast(at::vec::Vectorized<float>, x).sqrt());
+  return __builtin_bit_cast(Floats, __builtin_bit_cast(Class, x).sqrt());
 }
-INLINE Floats greater(Floats x, Floats y) {
-  typedef at::vec::Vectorized<float> Class;
+INLINE Floats maximum_of(Floats x, Floats y) {
   return __builtin_bit_cast(Floats, at::vec::maximum(__builtin_bit_cast(Class, x), __builtin_bit_cast(Class, y)));
 }
+INLINE Floats minimum_of(Floats x, Floats y) {
+  return __builtin_bit_cast(Floats, at::vec::minimum(__builtin_bit_cast(Class, x), __builtin_bit_cast(Class, y)));
+}
+INLINE Floats magnitude(Floats x) { return __builtin_bit_cast(Floats, __builtin_bit_cast(Ints, x) & 0x7fffffff); }
+INLINE Ints magnitude(Ints x) { return x < 0 ? -x : x; }
+INLINE Floats number(Ints x) { return __builtin_convertvector(x, Floats); }
+INLINE Ints wide(Floats x) { return __builtin_bit_cast(Ints, at::vec::convert<int32_t>(__builtin_bit_cast(Class, x))); }
 INLINE Ints counting() { Ints x; for (int lane = 0; lane < LANES; lane++) x[lane] = lane; return x; }
 #ifdef CPU_CAPABILITY_AVX512
 INLINE Ints wide(Halves x) { return __builtin_bit_cast(Ints, _mm512_cvtepi16_epi32(__builtin_bit_cast(__m256i, x))); }
 INLINE Ints wide(Bytes x) { return __builtin_bit_cast(Ints, _mm512_cvtepi8_epi32(__builtin_bit_cast(__m128i, x))); }
+INLINE Ints wide(Octets x) { return __builtin_bit_cast(Ints, _mm512_cvtepu8_epi32(__builtin_bit_cast(__m128i, x))); }
 INLINE Floats number(Halves x) {
   return __builtin_bit_cast(Floats, _mm512_slli_epi32(_mm512_cvtepu16_epi32(__builtin_bit_cast(__m256i, x)), 16));
 }
@@ -55,6 +64,9 @@ INLINE Halves upper(Ints x) {
 INLINE Ints wide(Halves x) { return __builtin_bit_cast(Ints, _mm256_cvtepi16_epi32(__builtin_bit_cast(__m128i, x))); }
 INLINE Ints wide(Bytes x) {
   return __builtin_bit_cast(Ints, _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(int64_t, x))));
+}
+INLINE Ints wide(Octets x) {
+  return __builtin_bit_cast(Ints, _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(int64_t, x))));
 }
 INLINE Floats number(Halves x) {
   return __builtin_bit_cast(Floats, _mm256_slli_epi32(_mm256_cvtepu16_epi32(__builtin_bit_cast(__m128i, x)), 16));
@@ -80,19 +92,24 @@ INLINE Bytes lowest(Ints x) {
 }
 """
 
-_REGION = re.compile(
-    r"(?P<head>.*)#pragma omp parallel(?P<clauses>[^\n]*)\n"
-    r"\s*\{\n\s*int tid = omp_get_thread_num\(\);\n\s*\{\n\s*#pragma omp for[^\n]*\n"
-    r"\s*for\(int64_t x0=static_cast<int64_t>\(0L\); x0<static_cast<int64_t>\((?P<length>\w+)\);"
-    r" x0\+=static_cast<int64_t>\((?P<lanes>\d+)L\)\)\n"
-    r"\s*\{\n\s*\{\n\s*if\(C10_LIKELY[^\n]*\n\s*\{\n(?P<body>.*?)\n\s*\}\n"
-    r"\s*if\(C10_UNLIKELY[^\n]*\n(?P<tail>\s*\{\n.*?\n\s*\}\n)\s*\}\n\s*\}\n(?P<rest>.*)",
-    re.DOTALL,
+_PARALLEL = "#pragma omp parallel"
+_LOOP = re.compile(
+    r"#pragma omp for[^\n]*\n\s*for\(int64_t x0=static_cast<int64_t>\(0L\); x0<static_cast<int64_t>\((?P<length>[^\n;]*)\);"
+    r" x0\+=static_cast<int64_t>\((?P<step>\d+)L\)\)\n\s*(?=\{)"
 )
-"""A parallel region with one loop, over a name or a number of elements: a body for whole vectors, and one for the last few elements."""
+"""The head of a loop that threads share."""
+
+_WHOLE_VECTORS = re.compile(r"\{\s*\{\s*if\(C10_LIKELY[^\n]*\n\s*(?=\{)")
+_LAST_ELEMENTS = re.compile(r"\s*if\(C10_UNLIKELY[^\n]*\n\s*(?=\{)")
+_ROW = re.compile(
+    r"\{\s*for\(int64_t x1=static_cast<int64_t>\(0L\); x1<static_cast<int64_t>\((?P<width>\d+)L\);"
+    r" x1\+=static_cast<int64_t>\((?P<lanes>\d+)L\)\)\n\s*(?=\{)"
+)
+"""What stands in a loop: bodies for whole vectors and for the last few elements, or a loop over the elements of a row."""
 
 _PART_LOAD = re.compile(
-    r"\[&\]\(\) \{ typedef char __attribute__\(\(vector_size\((\d+)\)\)\) Part; .*?memcpy\(&part, (\w+) \+ .*\}\(\)"
+    r"\[&\]\(\) \{ typedef char __attribute__\(\(vector_size\(\d+\)\)\) Part; .*?memcpy\(&part, (\w+) \+ .*?"
+    r"__builtin_bit_cast\((at::vec::Vectorized<[\w:]+>), .*\}\(\)"
 )
 _NARROWED = re.compile(r"\[&\]\(\) \{ typedef int16_t .*?auto all = __builtin_bit_cast\(Halves, (\w+)\).*\}\(\)")
 _WIDENED = re.compile(r"\[&\]\(\) \{ typedef int16_t .*?__builtin_bit_cast\(Room, (\w+)\).*\}\(\)")
@@ -102,6 +119,7 @@ _CLASSES = {
     "at::vec::Vectorized<at::BFloat16>": "Halves",
     "at::vec::Vectorized<int16_t>": "Halves",
     "at::vec::Vectorized<int8_t>": "Bytes",
+    "at::vec::Vectorized<uint8_t>": "Octets",
     "static_cast<int64_t>": "",
     "at::vec::": "",
     "__builtin_bit_cast": "bits",
@@ -117,9 +135,10 @@ class _Loop:
     """A translation of the body of a loop.
 
     Attributes:
-        lanes: Elements of a vector.
-        before: Statements that come before the loop.
+        once: Statements that come before the loop.
+        row: Statements that come before each row of a loop over rows.
         body: Statements of the loop.
+        levels: Where a value is known: 0 before the loop, 1 before a row, 2 in the loop.
         kinds: The type of each translated value.
         names: Values that go by another's name, since a reinterpretation between them is none here.
         literals: Constants, by value; and vectors of one constant.
@@ -127,13 +146,14 @@ class _Loop:
         shifted: Values that are others shifted to the right, and by how much.
         negated: Masks that were made into integers 0 and 1, or their negatives, and the mask.
         choices: Masks that are one scalar everywhere.
-        counts: Vectors of the places in the whole: x0, x0 + 1, and so on.
+        counts: Vectors of the places in the whole: place, place + 1, and so on.
         compared: Masks of the places from a scalar on, and the scalar.
     """
 
-    lanes: int
-    before: list[str] = field(default_factory=list)
+    once: list[str] = field(default_factory=list)
+    row: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
+    levels: dict[str, int] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     literals: dict[str, str] = field(default_factory=dict)
@@ -147,62 +167,67 @@ class _Loop:
     def name(self, value: str) -> str:
         return self.names.get(value, value)
 
-    def put(self, value: str, kind: str, expression: str, *, before: bool = False) -> None:
-        self.kinds[value] = kind
-        (self.before if before else self.body).append(f"{kind} {value} = {expression};")
+    def put(self, value: str, kind: str, expression: str, level: int = 2) -> None:
+        self.kinds[value], self.levels[value] = kind, level
+        word = "auto" if kind == "scalar" else kind
+        (self.once, self.row, self.body)[level].append(f"{word} {value} = {expression};")
 
     def same(self, value: str, other: str, kind: str) -> None:
         self.names[value], self.kinds[value] = self.name(other), kind
 
+    def require(self, value: str, *kinds: str) -> None:
+        if self.kinds.get(self.name(value)) not in kinds:
+            raise _UnknownError(value)
+
     # -- rules: each has the value's name, and the groups of its pattern ------------------------------------------------------------
 
     def element(self, value: str, pointer: str, index: str) -> None:
-        self.before.append(f"auto {value} = {pointer}[{index}];")
-        self.kinds[value] = "scalar"
+        level = 2 if "place" in index else 1 if "x0" in index else 0
+        self.put(value, "scalar", f"{pointer}[{index}]", level)
 
-    def part(self, value: str, size: str, pointer: str) -> None:
-        kind = {2 * self.lanes: "Halves", self.lanes: "Bytes"}.get(int(size))
-        if kind is None:
-            raise _UnknownError(size)
-        self.put(value, kind, f"load<{kind}>({pointer} + x0)")
+    def part(self, value: str, pointer: str, kind: str) -> None:
+        self.put(value, kind, f"load<{kind}>({pointer} + place)")
 
     def loaded(self, value: str, kind: str, pointer: str) -> None:
-        self.put(value, kind, f"load<{kind}>({pointer} + x0)")
+        self.put(value, kind, f"load<{kind}>({pointer} + place)")
 
-    def constant(self, value: str, of: str, text: str) -> None:  # noqa: ARG002  # the type comes with the vector
+    def constant(self, value: str, of: str, text: str) -> None:
         self.literals[value] = text
+        self.put(value, "scalar", f"({of})({text})", 0)
 
-    def infinity(self, value: str) -> None:
-        self.literals[value] = "__builtin_inff()"
+    def special(self, value: str, of: str) -> None:
+        self.constant(value, "float", {"infinity": "__builtin_inff()", "quiet_NaN": '__builtin_nanf("")'}[of])
 
     def place(self, value: str, of: str = "") -> None:
-        if of and self.kinds.get(of) != "place":
-            raise _UnknownError(of)
+        if of:
+            self.require(of, "place")
         self.kinds[value] = "place"
 
+    def of_scalars(self, value: str, *parts: str) -> None:
+        *words, last = parts
+        operands = [one for one in parts if one.startswith("tmp")]
+        for one in operands:
+            self.require(one, "scalar")
+        level = max(self.levels[one] for one in operands)
+        text = f"{words[0]} ? {words[1]} : {last}" if len(operands) == 3 else f"{words[0]}({words[1]}, {last})"
+        self.put(value, "scalar", text, level)
+
     def splat(self, value: str, kind: str, of: str) -> None:
+        if self.kinds.get(of) == "place" and kind == "Ints":
+            self.put(value, kind, "Ints{} + (int32_t)place")
+            return
+        self.require(of, "scalar")
         if of in self.literals:
             self.literals[value] = self.literals[of]
-            self.put(
-                value,
-                kind,
-                f"{kind}{{}} + ({'float' if kind == 'Floats' else 'int32_t'})({self.literals[of]})",
-                before=True,
-            )
-        elif self.kinds.get(of) == "place" and kind == "Ints":
-            self.put(value, kind, "Ints{} + (int32_t)x0")
-        elif self.kinds.get(of) == "scalar":
-            self.scalars[value] = of
-            self.put(value, kind, f"{kind}{{}} + {of}", before=True)
         else:
-            raise _UnknownError(of)
+            self.scalars[value] = of
+        self.put(value, kind, f"{kind}{{}} + {of}", self.levels[of])
 
     def count(self, value: str, of: str) -> None:
-        if self.kinds.get(of) != "place":
-            raise _UnknownError(of)
+        self.require(of, "place")
         self.counts.add(value)
-        self.before.append(f"Ints lane_{value} = counting();")
-        self.put(value, "Ints", f"(Ints{{}} + (int32_t)x0) + lane_{value}")
+        self.once.append(f"Ints lane_{value} = counting();")
+        self.put(value, "Ints", f"(Ints{{}} + (int32_t)place) + lane_{value}")
 
     def reinterpreted(self, value: str, kind: str, of: str) -> None:
         if self.kinds[self.name(of)] == kind:
@@ -211,10 +236,11 @@ class _Loop:
             self.put(value, kind, f"__builtin_bit_cast({kind}, {self.name(of)})")
 
     def to_float(self, value: str, of: str) -> None:
-        self.require(of, "Halves")
+        self.require(of, "Halves", "Ints")
         self.put(value, "Floats", f"number({self.name(of)})")
 
-    def widened(self, value: str, of: str) -> None:
+    def to_int(self, value: str, of: str) -> None:
+        self.require(of, "Halves", "Bytes", "Octets", "Floats")
         self.put(value, "Ints", f"wide({self.name(of)})")
 
     def narrowed(self, value: str, of: str) -> None:
@@ -229,14 +255,18 @@ class _Loop:
         self.put(value, "Bytes", f"lowest({self.name(of)})")
 
     def chosen(self, value: str, scalar: str) -> None:
-        if self.kinds.get(scalar) != "scalar":
-            raise _UnknownError(scalar)
+        self.require(scalar, "scalar")
         self.choices[value], self.kinds[value] = scalar, "choice"
 
     def mask(self, value: str, left: str, operator: str, right: str) -> None:
         if operator == ">=" and left in self.counts and right in self.scalars:
             self.compared[value] = self.scalars[right]
         self.put(value, "Ints", f"({self.name(left)} {operator} {self.name(right)})")
+
+    def comparison(self, value: str, left: str, operator: str, right: str) -> None:
+        for one in (left, right):
+            self.require(one, "scalar")
+        self.put(value, "scalar", f"{left} {operator} {right}", max(self.levels[left], self.levels[right]))
 
     def as_number(self, value: str, mask: str) -> None:
         self.negated[value], self.kinds[value] = self.name(mask), "negated"
@@ -251,19 +281,25 @@ class _Loop:
             self.same(value, self.negated[of], "Ints")
             self.negated[value] = self.negated[of]
         else:
-            self.require(of, "Floats")
-            self.put(value, "Floats", f"-{self.name(of)}")
+            self.require(of, "Floats", "Ints")
+            self.put(value, self.kinds[self.name(of)], f"-{self.name(of)}")
 
     def magnitude(self, value: str, of: str) -> None:
-        self.require(of, "Floats")
-        cleared = f"__builtin_bit_cast(Ints, {self.name(of)}) & 0x7fffffff"
-        self.put(value, "Floats", f"__builtin_bit_cast(Floats, {cleared})")
+        self.require(of, "Floats", "Ints")
+        self.put(value, self.kinds[self.name(of)], f"magnitude({self.name(of)})")
 
     def square_root(self, value: str, of: str) -> None:
         self.put(value, "Floats", f"root({self.name(of)})")
 
-    def maximum(self, value: str, left: str, right: str) -> None:
-        self.put(value, "Floats", f"greater({self.name(left)}, {self.name(right)})")
+    def extreme(self, value: str, which: str, left: str, right: str) -> None:
+        kind = self.kinds[self.name(left)]
+        if kind == "Ints":
+            sign = ">" if which == "maximum" else "<"
+            a, b = self.name(left), self.name(right)
+            self.put(value, kind, f"({a} {sign} {b}) ? {a} : {b}")
+        else:
+            self.require(left, "Floats")
+            self.put(value, kind, f"{which}_of({self.name(left)}, {self.name(right)})")
 
     def blend(self, value: str, otherwise: str, then: str, mask: str, of: str) -> None:
         kind = "Ints" if of == "int32_t" else "Floats"
@@ -275,7 +311,7 @@ class _Loop:
             self.put(
                 value,
                 kind,
-                f"__builtin_expect(x0 + LANES <= {self.compared[mask]}, 1) ? {no} : ({where} ? {yes} : {no})",
+                f"__builtin_expect(place + LANES <= {self.compared[mask]}, 1) ? {no} : ({where} ? {yes} : {no})",
             )
         else:
             self.put(value, kind, f"{where} ? {yes} : {no}")
@@ -303,31 +339,27 @@ class _Loop:
         self.put(value, kind, f"{self.name(left)} {operator} {self.name(right)}")
 
     def stored(self, pointer: str, value: str) -> None:
-        self.body.append(f"memcpy({pointer} + x0, &{self.name(value)}, sizeof {self.name(value)});")
-
-    def require(self, value: str, kind: str) -> None:
-        if self.kinds.get(self.name(value)) != kind:
-            raise _UnknownError(value)
+        self.body.append(f"memcpy({pointer} + place, &{self.name(value)}, sizeof {self.name(value)});")
 
 
 _TMP = r"(tmp\d+)"
 RULES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
     (re.compile(pattern), method)
     for pattern, method in (
-        (r"((?:in|out)_ptr\d+)\[\((\d+)L\)\]", _Loop.element),
-        (r"PART(\d+) (\w+)", _Loop.part),
-        (r"(Floats|Bytes)::loadu\((\w+) \+ .*\)", _Loop.loaded),
+        (r"(\w+_ptr\d+)\[(\(\d+L\)|\(x0\)|\(c10::div_floor_integer\(\(place\), \(\d+L\)\)\))\]", _Loop.element),
+        (r"PART (\w+) (Halves|Bytes|Octets)", _Loop.part),
+        (r"(Floats|Ints|Bytes)::loadu\((\w+) \+ \(place\), .*\)", _Loop.loaded),
         (r"static_cast<(int32_t|float)>\((.*)\)", _Loop.constant),
-        (r"std::numeric_limits<float>::infinity\(\)", _Loop.infinity),
-        (r"x0", _Loop.place),
+        (r"std::numeric_limits<float>::(infinity|quiet_NaN)\(\)", _Loop.special),
+        (r"place", _Loop.place),
         (rf"c10::convert<int32_t>\({_TMP}\)", _Loop.place),
         (rf"(Ints|Floats)\({_TMP}\)", _Loop.splat),
         (rf"Ints\({_TMP}\) \+ Ints::arange\(0, 1\)", _Loop.count),
         (rf"bits\((Ints|Floats|Halves), {_TMP}\)", _Loop.reinterpreted),
         (rf"convert<float>\({_TMP}\)", _Loop.to_float),
-        (rf"convert<int32_t>\({_TMP}\)", _Loop.widened),
-        (rf"convert<int8_t>\({_TMP}\)", _Loop.to_bytes),
-        (rf"WIDENED {_TMP}", _Loop.widened),
+        (rf"convert<int32_t>\({_TMP}\)", _Loop.to_int),
+        (rf"convert<u?int8_t>\({_TMP}\)", _Loop.to_bytes),
+        (rf"WIDENED {_TMP}", _Loop.to_int),
         (rf"NARROWED {_TMP}", _Loop.narrowed),
         (rf"VecMask<float,1>::from\({_TMP}\)", _Loop.chosen),
         (rf"VecMask<\w+,1>\({_TMP} (==|!=|<|<=|>|>=) {_TMP}\)", _Loop.mask),
@@ -336,7 +368,10 @@ RULES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
         (rf"{_TMP}\.neg\(\)", _Loop.negative),
         (rf"{_TMP}\.abs\(\)", _Loop.magnitude),
         (rf"{_TMP}\.sqrt\(\)", _Loop.square_root),
-        (rf"maximum\({_TMP}, {_TMP}\)", _Loop.maximum),
+        (rf"(maximum|minimum)\({_TMP}, {_TMP}\)", _Loop.extreme),
+        (rf"{_TMP} \? {_TMP} : {_TMP}", _Loop.of_scalars),
+        (rf"(max_propagate_nan|min_propagate_nan)\({_TMP}, {_TMP}\)", _Loop.of_scalars),
+        (rf"{_TMP} (==|!=|<|<=|>|>=) {_TMP}", _Loop.comparison),
         (rf"decltype\(tmp\d+\)::blendv\({_TMP}, {_TMP}, {_TMP}\.template cast<(\w+),1>\(\)\)", _Loop.blend),
         (rf"{_TMP} (>>|<<) {_TMP}", _Loop.shift),
         (rf"{_TMP} & {_TMP}", _Loop.both),
@@ -347,20 +382,25 @@ RULES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
 
 _STATEMENT = re.compile(r"auto (tmp\d+) = (.*);")
 _STORES = (
-    re.compile(rf"{_TMP}\.store\((?P<pointer>\w+) \+ \(x0\)\);"),
-    re.compile(rf"std::memcpy\((?P<pointer>\w+) \+ \(x0\), &{_TMP}, \d+\);"),
+    re.compile(rf"{_TMP}\.store\((?P<pointer>\w+) \+ \(place\)\);"),
+    re.compile(rf"std::memcpy\((?P<pointer>\w+) \+ \(place\), &{_TMP}, \d+\);"),
 )
 
 
-def translated(body: str, lanes: int) -> _Loop:
+def translated(body: str, place: str = "x0") -> _Loop:
     """Translate the statements of a loop's body.
+
+    Args:
+        body: The statements.
+        place: Inductor's expression for the place of a vector's first element.
 
     Raises:
         Exception: A statement that no rule knows.
     """
-    loop = _Loop(lanes)
+    loop = _Loop()
+    where = re.compile(r"\bx0\b" if place == "x0" else re.escape(place))
     for line in filter(None, map(str.strip, body.split("\n"))):
-        text = _PART_LOAD.sub(r"PART\1 \2", line)
+        text = _PART_LOAD.sub(r"PART \1 \2", where.sub("place", line))
         text = _WIDENED.sub(r"WIDENED \1", _NARROWED.sub(r"NARROWED \1", text))
         for theirs, ours in _CLASSES.items():
             text = text.replace(theirs, ours)
@@ -381,37 +421,97 @@ def translated(body: str, lanes: int) -> _Loop:
 
 
 def rewritten(source: str) -> str:
-    """Return the C++ of a kernel with its loop in vector types; as it is, if its shape or a statement is not known."""
-    found = _REGION.fullmatch(source)
-    if found is None or source.count("#pragma omp for") != 1 or 'extern "C"' not in found["head"]:
+    """Return the C++ of a kernel with its loops in vector types; those of which the shape or a statement is not known are as they were."""
+    if source.count(_PARALLEL) != 1 or 'extern "C"' not in source:
         return source
-    length, lanes, body = found["length"], int(found["lanes"]), found["body"]
-    try:
-        loop = translated(body, lanes)
-    except Exception:  # of another form than the rules know: a name that is missing, a number that is none
+    pieces, end, own = list[str](), 0, set[str]()
+    for found in _LOOP.finditer(source):
+        block, after = _block(source, found.end())
+        try:
+            loop = _rows(found, block) if found["step"] == "1" else _vectors(found, block, source[after:])
+        except Exception:  # of another form than the rules know: a name that is missing, a number that is none
+            continue
+        pieces += [source[end : found.start()], loop]
+        end = after
+        own.update(re.findall(r"\b\w+_ptr\d+\b|\bks\d+\b", block + found["length"]))
+    if not pieces:
         return source
-    own = sorted(set(re.findall(r"\b(?:in|out)_ptr\d+\b", body))) + [length] * (not length[0].isdigit())
-    indent = "\n        "
-    head = found["head"].replace('extern "C"', NAMESPACE + 'extern "C"', 1)
-    return f"""{head}#pragma omp parallel{found["clauses"]} firstprivate({", ".join(own)})
-    {{
+    text = "".join([*pieces, source[end:]]).replace('extern "C"', NAMESPACE + 'extern "C"', 1)
+    return text.replace(_PARALLEL, f"{_PARALLEL} firstprivate({', '.join(sorted(own))})", 1)
+
+
+def _block(source: str, begin: int) -> tuple[str, int]:
+    """The text from a brace to the brace that closes it, and where it ends."""
+    depth = 0
+    for brace in re.compile("[{}]").finditer(source, begin):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return source[begin : brace.end()], brace.end()
+    raise _UnknownError("braces")
+
+
+def _inner(block: str, head: re.Match[str] | None) -> tuple[str, str]:
+    """The statements of the block behind a head, and what follows it."""
+    if head is None:
+        raise _UnknownError(block)
+    inside, end = _block(block, head.end())
+    return inside.strip()[1:-1], block[end:]
+
+
+def _vectors(found: re.Match[str], block: str, rest: str) -> str:
+    """A loop over elements, with the last few of them behind it."""
+    body, after = _inner(block, _WHOLE_VECTORS.match(block))
+    others = _LAST_ELEMENTS.match(after)
+    tail, after = ("", after) if others is None else _inner(after, others)
+    if after.replace("}", "").strip():
+        raise _UnknownError(after)
+    loop, lanes = translated(body), found["step"]
+    # Behind the last loop of the region all threads meet anyway. Behind others, what the last few elements are may be read.
+    barrier = "" if re.match(r"\s*\}\n\s*\}\n", rest) else "\n        #pragma omp barrier"
+    return f"""{{
         using namespace everybit_loops;
-        int tid = omp_get_thread_num();
-        {{
-        {indent.join(loop.before)}
-        const int64_t whole = {length} / {lanes} * {lanes};
+        const int64_t length = {found["length"]};
+        const int64_t whole = length / {lanes} * {lanes};
+        {_lines(loop.once)}
         #pragma omp for nowait
-        for (int64_t x0 = 0; x0 < whole; x0 += {lanes})
-        {{{indent}{indent.join(loop.body)}
+        for (int64_t place = 0; place < whole; place += {lanes})
+        {{
+        {_lines(loop.body)}
         }}
-        if (whole < {length} && tid == omp_get_num_threads() - 1)
+        if (whole < length && tid == omp_get_num_threads() - 1)
         {{
             const int64_t x0 = whole;
-{found["tail"]}
+            {{{tail}}}
+        }}{barrier}
+        }}"""
+
+
+def _rows(found: re.Match[str], block: str) -> str:
+    """A loop over rows of a known number of whole vectors."""
+    row = _ROW.match(block)
+    inside, after = _inner(block, row)
+    if row is None or after.replace("}", "").strip() or int(row["width"]) % int(row["lanes"]):
+        raise _UnknownError(block)
+    inside = "{" + inside
+    body, after = _inner(inside, _WHOLE_VECTORS.match(inside))
+    if after.replace("}", "").strip():
+        raise _UnknownError(after)
+    loop = translated(body, f"x1 + {row['width']}L*x0")
+    return f"""{{
+        using namespace everybit_loops;
+        const int64_t length = {found["length"]};
+        {_lines(loop.once)}
+        #pragma omp for
+        for (int64_t x0 = 0; x0 < length; x0++)
+        {{
+        {_lines(loop.row)}
+        for (int64_t place = {row["width"]} * x0; place < {row["width"]} * (x0 + 1); place += {row["lanes"]})
+        {{
+        {_lines(loop.body)}
         }}
-{_barrier(found["rest"])}{found["rest"]}"""
+        }}
+        }}"""
 
 
-def _barrier(rest: str) -> str:
-    """A barrier, if something of the parallel region stands behind the loop: all threads have then read what it may write."""
-    return "" if re.match(r"\s*\}\n\s*\}\n", rest) else "        #pragma omp barrier\n"
+def _lines(statements: list[str]) -> str:
+    return "\n        ".join(statements)

@@ -143,7 +143,9 @@ class Blockwise(StateFormat):
             index = torch.where(values < 0, -index, index)
         index = index.view(exact.shape)
         if self.bits == 4:
-            codes = _packed(index + self._greatest if self._has_signs else index, self._zero_code)
+            codes = index + self._greatest if self._has_signs else index
+            # A loop over pairs, which is not one of vectors, would find all codes.
+            codes = _packed(materialize(codes.to(torch.uint8)) if on_host else codes, self._zero_code)
         else:
             codes = index.to(torch.int8 if self._has_signs else torch.uint8)
         return (codes, scale) if power is None else (codes, scale, power.to(torch.uint8))

@@ -204,7 +204,7 @@ def dies(where: str, strategy: Strategy) -> None:
     model, stepper, dtype = make(strategy, "FP32")
     steps(model, stepper, range(1), dtype)
     if where == "backward" and dist.get_rank() == 1:
-        model.blocks[0].inner.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        model.blocks[0].inner.register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with stepper.microbatch(last=True):
         model(data(1, 0, 0, dtype)).float().square().mean().backward()
     if where == "step" and dist.get_rank() == 1:

@@ -187,7 +187,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> CompiledGr
         if on_device:
             of_kind = device_options() | (_sizes_tried() if has_maxima else {})
         else:
-            of_kind = trust_in_vectors() | ({} if has_maxima else _short_expressions())
+            of_kind = trust_in_vectors() | _short_expressions()
         run = compile_fx(
             graph,
             list(inputs),
@@ -215,8 +215,7 @@ def _short_expressions() -> dict[str, Any]:
     """Expressions of few operations, so that Inductor does not write long ones out again for each use.
 
     It gives longer ones a buffer each, and leaves the buffers out of the one loop that is made of all expressions. With torch's own limits,
-    30 and from 2.13 on 50, a first step takes up to 1.7 times as long. Where blocks have a greatest number there is more than one loop, and
-    buffers would stay: steps took a tenth longer.
+    30 and from 2.13 on 50, a first step takes up to twice as long.
     """
     config = _module("torch._inductor.config")
     names = [name for name in ("realize_cpu_opcount_threshold", "realize_opcount_threshold") if hasattr(config, name)]

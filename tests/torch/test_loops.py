@@ -16,7 +16,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.policies import PolicyName
 from everybit_torch.segments import Segment, Steps
-from everybit_torch.torch_internals import cpp_loops
+from everybit_torch.torch_internals import cpp_loops, cpp_statements
 
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 255, 1000, 4099, 70_001, 131_072)
 SPECIAL = (
@@ -163,7 +163,7 @@ def test_vectors_of_avx2_have_the_same_bits(policy: PolicyName) -> None:
 def test_code_that_is_not_known_stays_as_it_is() -> None:
     assert cpp_loops.rewritten("int main() {}") == "int main() {}"
     with pytest.raises(Exception, match="tmp9"):
-        cpp_loops.translated("auto tmp9 = at::vec::tan(tmp1);")
+        cpp_statements.translated("auto tmp9 = at::vec::tan(tmp1);")
 
 
 def test_cached_code_of_another_version_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_cached_code_of_another_version_is_not_taken(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module, "get_hash_for_files", noted)
     module.ScalarsFirst().uuid()
-    assert {cpp_loops.__file__, module.__file__, module.cpp_vectors.__file__} <= set(hashed)
+    assert {one.__file__ for one in (cpp_loops, cpp_statements, module, module.cpp_vectors)} <= set(hashed)
 
 
 @pytest.mark.parametrize("is_place", [True, False])
@@ -188,7 +188,7 @@ def test_only_places_are_compared_with_a_limit_before_each_element_is(is_place: 
         "auto tmp2 = at::vec::Vectorized<float>::loadu(in_ptr1 + static_cast<int64_t>(x0), static_cast<int64_t>(16));\n"
         f"auto tmp3 = __builtin_bit_cast({vector}, tmp2);\n"
     )
-    loop = cpp_loops.translated(
+    loop = cpp_statements.translated(
         "auto tmp0 = in_ptr0[static_cast<int64_t>(0L)];\nauto tmp1 = x0;\n"
         + (places if is_place else data)
         + f"auto tmp4 = {vector}(tmp0);\nauto tmp5 = at::vec::VecMask<int32_t,1>(tmp3 >= tmp4);\n"

@@ -183,8 +183,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> CompiledGr
         if on_device:
             round_reciprocals()
             know_multiples()
-        has_maxima = any(node.target in ("amax", torch.amax) for node in graph.graph.nodes)
-        if on_device:
+            has_maxima = any(node.target in ("amax", torch.amax) for node in graph.graph.nodes)
             of_kind = device_options() | (_sizes_tried() if has_maxima else {})
         else:
             of_kind = trust_in_vectors() | _short_expressions()

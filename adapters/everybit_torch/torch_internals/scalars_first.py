@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx.node import map_arg
 
-from everybit_torch.torch_internals import cpp_loops, cpp_vectors
+from everybit_torch.torch_internals import cpp_loops, cpp_statements, cpp_vectors
 
 aten = torch.ops.aten
 # Operations on elements in which a 0-d operand takes on the dtype of the others.
@@ -92,7 +92,7 @@ class ScalarsFirst(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the cache key of compiled code beside the graph: a hash of this pass and of the vector code."""
-        return get_hash_for_files((__file__, cpp_vectors.__file__, cpp_loops.__file__))
+        return get_hash_for_files((__file__, *(one.__file__ for one in (cpp_vectors, cpp_loops, cpp_statements))))
 
 
 def _value(node: fx.Node) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sixty seeded faults: one-line changes of the library, each with the tests that have to fail on it.
+"""Eighty seeded faults: one-line changes of the library, each with the tests that have to fail on it.
 
     python -m tests.support.broken                # all: about ten minutes on two cores
     python -m tests.support.broken kahan visits   # those whose file or tests have one of these words in their names

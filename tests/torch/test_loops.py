@@ -110,7 +110,8 @@ def bits(x: Tensor) -> Tensor:
 def test_a_loop_in_vector_types_has_the_bits_of_an_uncompiled_step(policy: PolicyName, rewritten: list[bool]) -> None:
     compiled, eager = steps(policy, compile=True), steps(policy, compile=False)
     assert rewritten
-    assert all(rewritten) or "BIT" in policy  # where blocks are spread over their elements, loops only move memory
+    # Where blocks have a scale, some loops find maxima, or only move memory: these stay.
+    assert any(rewritten) if "BIT" in policy else all(rewritten)
     for number, (x, y) in enumerate(zip(compiled, eager, strict=True)):
         assert torch.equal(bits(x), bits(y)), (number, policy)
 
@@ -150,7 +151,7 @@ def test_vectors_of_avx2_have_the_same_bits(policy: PolicyName) -> None:
         "cpp_loops.rewritten = noted\n"
         "import torch; from tests.torch.test_loops import steps, bits\n"
         f"a, b = steps({policy!r}, compile=True), steps({policy!r}, compile=False)\n"
-        f"assert told and (all(told) or 'BIT' in {policy!r}), told\n"
+        f"assert told and (any(told) if 'BIT' in {policy!r} else all(told)), told\n"
         "assert all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))\n"
     )
     environment = {**os.environ, "TORCHINDUCTOR_CPP_MARCH": "haswell", "ATEN_CPU_CAPABILITY": "avx2"}

@@ -29,6 +29,9 @@ _ROW = re.compile(
 )
 """What stands in a loop: bodies for whole vectors and for the last few elements, or a loop over the elements of a row."""
 
+_ARGUMENT = re.compile(r"\b(?:in|out|in_out)_ptr\d+\b|\bks\d+\b")
+"""Arguments of a kernel that loops use: pointers and lengths. Each thread has its own, or it reads them again in each pass."""
+
 
 def rewritten(source: str) -> str:
     """Return the C++ of a kernel with its loops in vector types; those of which the shape or a statement is not known are as they were."""
@@ -43,7 +46,7 @@ def rewritten(source: str) -> str:
             continue
         pieces += [source[end : found.start()], loop]
         end = after
-        own.update(re.findall(r"\b\w+_ptr\d+\b|\bks\d+\b", block + found["length"]))
+        own.update(_ARGUMENT.findall(block + found["length"]))
     if not pieces:
         return source
     text = "".join([*pieces, source[end:]]).replace('extern "C"', NAMESPACE + 'extern "C"', 1)
@@ -60,22 +63,28 @@ def _block(source: str, begin: int) -> tuple[str, int]:
     raise UnknownCodeError("braces")
 
 
-def _inner(block: str, head: re.Match[str] | None) -> tuple[str, str]:
-    """The statements of the block behind a head, and what follows it."""
-    if head is None:
-        raise UnknownCodeError(block)
-    inside, end = _block(block, head.end())
-    return inside.strip()[1:-1], block[end:]
+def _inside(head: re.Pattern[str], text: str) -> tuple[re.Match[str], str, str]:
+    """The head with which a text begins, the block behind it with its braces, and what follows."""
+    found = head.match(text)
+    if found is None:
+        raise UnknownCodeError(text)
+    block, end = _block(text, found.end())
+    return found, block, text[end:]
+
+
+def _require_end(text: str) -> None:
+    if text.replace("}", "").strip():
+        raise UnknownCodeError(text)
 
 
 def _vectors(found: re.Match[str], block: str, rest: str) -> str:
     """A loop over elements, with the last few of them behind it."""
-    body, after = _inner(block, _WHOLE_VECTORS.match(block))
-    others = _LAST_ELEMENTS.match(after)
-    tail, after = ("", after) if others is None else _inner(after, others)
-    if after.replace("}", "").strip():
-        raise UnknownCodeError(after)
-    loop, lanes = translated(body), found["step"]
+    _, body, after = _inside(_WHOLE_VECTORS, block)
+    tail = "{}"
+    if _LAST_ELEMENTS.match(after):
+        _, tail, after = _inside(_LAST_ELEMENTS, after)
+    _require_end(after)
+    loop, lanes = translated(body[1:-1]), found["step"]
     # Behind the last loop of the region all threads meet anyway. Behind others, what the last few elements are may be read.
     barrier = "" if re.match(r"\s*\}\n\s*\}\n", rest) else "\n        #pragma omp barrier"
     return f"""{{
@@ -91,22 +100,19 @@ def _vectors(found: re.Match[str], block: str, rest: str) -> str:
         if (whole < length && tid == omp_get_num_threads() - 1)
         {{
             const int64_t x0 = whole;
-            {{{tail}}}
+            {tail}
         }}{barrier}
         }}"""
 
 
 def _rows(found: re.Match[str], block: str) -> str:
     """A loop over rows of a known number of whole vectors."""
-    row = _ROW.match(block)
-    inside, after = _inner(block, row)
-    if row is None or after.replace("}", "").strip() or int(row["width"]) % int(row["lanes"]):
-        raise UnknownCodeError(block)
-    inside = "{" + inside
-    body, after = _inner(inside, _WHOLE_VECTORS.match(inside))
-    if after.replace("}", "").strip():
-        raise UnknownCodeError(after)
-    loop = translated(body, f"x1 + {row['width']}L*x0")
+    row, elements, after = _inside(_ROW, block)
+    _, body, rest = _inside(_WHOLE_VECTORS, elements)
+    _require_end(after + rest)
+    if int(row["width"]) % int(row["lanes"]):
+        raise UnknownCodeError(row[0])
+    loop = translated(body[1:-1], f"x1 + {row['width']}L*x0")
     return f"""{{
         using namespace everybit_loops;
         const int64_t length = {found["length"]};

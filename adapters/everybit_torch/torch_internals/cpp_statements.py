@@ -380,7 +380,7 @@ def translated(body: str, place: str = "x0") -> _Loop:
         Exception: A statement that no rule knows.
     """
     loop = _Loop()
-    where = re.compile(r"\bx0\b" if place == "x0" else re.escape(place))
+    where = re.compile(rf"\b{re.escape(place)}\b")
     for line in filter(None, map(str.strip, body.split("\n"))):
         text = _PART_LOAD.sub(r"\2::loadu(\1, )", where.sub("place", line))
         text = _WIDENED.sub(r"WIDENED \1", _NARROWED.sub(r"NARROWED \1", text))

@@ -144,7 +144,7 @@ class Blockwise(StateFormat):
         index = index.view(exact.shape)
         if self.bits == 4:
             codes = index + self._greatest if self._has_signs else index
-            # A loop over pairs, which is not one of vectors, would find all codes.
+            # On a CPU the loop over pairs is scalar, and would otherwise compute the codes, too.
             codes = _packed(materialize(codes.to(torch.uint8)) if on_host else codes, self._zero_code)
         else:
             codes = index.to(torch.int8 if self._has_signs else torch.uint8)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +27,22 @@ import everybit as eb
 from contestants import HYPERPARAMETERS
 from everybit.policies.presets import PRESETS
 from everybit_torch import AdamW
+from everybit_torch.segments import short
 from machine import describe, synchronize
 from pages import origin, table
+from shapes import MODELS as SHAPES
+from shapes import Shape
 from speed import bytes_moved
 
 # The longest first: Triton chooses the size of a block by its time at the first length, and keeps it for all.
 SIZES = {"cuda": (1 << 27, 1 << 24, 1 << 20), "cpu": (1 << 14, 1 << 12)}
 """Elements, by device."""
+
+MODELS = {"cuda": "opt-125m", "cpu": "gpt-0.6M"}
+"""Of several tensors, by device."""
+
+GATHERED = (1 << 16, 1 << 18, 1 << 20)
+"""Elements below which tensors of a model are stepped together, to be compared."""
 
 NOT_COMPILED = {"cuda": 1 << 24, "cpu": 1 << 12}
 """Elements of the steps that are run uncompiled as well, by device."""
@@ -47,6 +59,8 @@ class Result:
         policy: Its name.
         elements: How many.
         compiled: Whether the step was.
+        model: Whose shapes they have; empty for one tensor.
+        gathered: Elements below which a tensor of a model is stepped together with others.
         bytes: Loaded and stored.
         step: Until the device is done.
         host: Until the call returns.
@@ -60,6 +74,8 @@ class Result:
     policy: str
     elements: int
     compiled: bool
+    model: str = ""
+    gathered: int = 0
     bytes: float = 0.0
     step: float = 0.0
     host: float = 0.0
@@ -83,15 +99,15 @@ def model_dtype(policy: eb.Policy) -> torch.dtype:
     return dtype
 
 
-def prepared(policy: str, elements: int, device: str, *, compile: bool) -> tuple[AdamW, nn.Parameter]:
-    """An optimizer of one parameter, with its gradient in a buffer."""
-    dtype = model_dtype(PRESETS[policy])
-    values = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    parameter = nn.Parameter(values)
+def prepared(policy: str, shapes: Sequence[Shape], device: str, *, compile: bool) -> tuple[AdamW, list[nn.Parameter]]:
+    """An optimizer of parameters, with their gradients in buffers."""
+    dtype, generator = model_dtype(PRESETS[policy]), torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
     settings = HYPERPARAMETERS | {"lr": UPPER, "betas": (0.9, 0.95)}
-    optimizer = AdamW([parameter], **settings, policy=PRESETS[policy], compile=compile)
-    parameter.grad = torch.full_like(values, 0.01)
-    return optimizer, parameter
+    optimizer = AdamW(parameters, **settings, policy=PRESETS[policy], compile=compile)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.01)
+    return optimizer, parameters
 
 
 def seconds_of(call: Callable[[], object], device: str, repeats: int) -> tuple[float, float]:
@@ -122,15 +138,22 @@ def profiled(call: Callable[[], object], device: str) -> tuple[int, int] | None:
     return launched(found.events()) if device == "cuda" else None
 
 
-def measure(policy: str, elements: int, device: str, *, compile: bool, seconds: float) -> Result:
-    """Run one case."""
-    result = Result(policy, elements, compile)
-    optimizer, parameter = prepared(policy, elements, device, compile=compile)
+def measure(result: Result, device: str, seconds: float) -> None:
+    """Run one case, and note what it takes."""
+    gathered = mock.patch.multiple(short, SHORT=result.gathered, DEVICE_SHORT=result.gathered)
+    with gathered if result.model else nullcontext():
+        _measure(result, device, seconds)
+
+
+def _measure(result: Result, device: str, seconds: float) -> None:
+    shapes = SHAPES[result.model] if result.model else [(result.elements,)]
+    result.elements = sum(map(math.prod, shapes))
+    optimizer, parameters = prepared(result.policy, shapes, device, compile=result.compiled)
     result.first_step, _ = seconds_of(optimizer.step, device, 1)
     seconds_of(optimizer.step, device, 2)
-    result.bytes = bytes_moved(optimizer, [parameter])
+    result.bytes = bytes_moved(optimizer, parameters)
     # A copy loads each byte and stores it.
-    source = torch.zeros(int(elements * result.bytes / 2), dtype=torch.uint8, device=device)
+    source = torch.zeros(int(result.elements * result.bytes / 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
     def copy() -> Tensor:
@@ -150,24 +173,29 @@ def measure(policy: str, elements: int, device: str, *, compile: bool, seconds: 
     result.copy = statistics.median(result.copy_samples)
     if (counts := profiled(optimizer.step, device)) is not None:
         result.kernels, result.copies = counts
-    return result
 
 
-def cases(device: str, policies: Sequence[str]) -> list[tuple[str, int, bool]]:
-    """Policy, elements, and whether the step is compiled."""
-    compiled = [(policy, elements, True) for policy in policies for elements in SIZES[device]]
-    return compiled + [(policy, NOT_COMPILED[device], False) for policy in policies]
+def cases(device: str, policies: Sequence[str]) -> list[Result]:
+    """What is to be measured, before it is."""
+    compiled = [Result(policy, elements, True) for policy in policies for elements in SIZES[device]]
+    compiled += [
+        Result(policy, 0, True, MODELS[device], gathered)
+        for policy in policies
+        if policy in ("FP32", "LEAN_BF16")
+        for gathered in GATHERED
+    ]
+    return compiled + [Result(policy, NOT_COMPILED[device], False) for policy in policies]
 
 
 def run(device: str, policies: Sequence[str], seconds: float, out: Path) -> list[Result]:
     """All cases; what there is so far is written after each."""
     results: list[Result] = []
     machine = describe()
-    for policy, elements, compile in cases(device, policies):
+    for result in cases(device, policies):
         try:
-            result = measure(policy, elements, device, compile=compile, seconds=seconds)
+            measure(result, device, seconds)
         except Exception as error:  # the others are run all the same
-            result = Result(policy, elements, compile, failure=f"{type(error).__name__}: {error}"[:300])
+            result.failure = f"{type(error).__name__}: {error}"[:300]
         results.append(result)
         print(" ".join(row(result)), flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +212,9 @@ COLUMNS = [
 
 def row(result: Result) -> list[str]:
     """A case as text."""
-    named = [f"`{result.policy}`", f"{result.elements:,}", "compiled" if result.compiled else "uncompiled"]
+    of_model = f" ({result.model}, short below {result.gathered:,})" if result.model else ""
+    step = "compiled" if result.compiled else "uncompiled"
+    named = [f"`{result.policy}`", f"{result.elements:,}{of_model}", step]
     if result.failure:
         return [*named, result.failure, *[""] * (len(COLUMNS) - 4)]
     return [
@@ -201,9 +231,10 @@ def _or_dash(count: int | None) -> str:
 def markdown(held: dict[str, Any]) -> str:
     """The results as a table."""
     results = [Result(**one) for one in held["results"]]
-    largest = max((one.elements for one in results), default=0)
-    text = "The largest size, compiled; other sizes and uncompiled steps are in the raw results.\n\n"
-    shown = [row(one) for one in results if (one.elements == largest and one.compiled) or one.failure]
+    largest = max((one.elements for one in results if not one.model), default=0)
+    models = " and a model" if any(one.model for one in results) else ""
+    text = f"The largest size{models}, compiled; other sizes and uncompiled steps are in the raw results.\n\n"
+    shown = [row(one) for one in results if (one.elements == largest and one.compiled) or one.failure or one.model]
     return text + table(COLUMNS, shown or [row(one) for one in results]) + origin(held["machine"])
 
 

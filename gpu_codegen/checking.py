@@ -12,19 +12,26 @@ import torch
 from torch import Tensor
 
 from everybit.testing.examples import assert_same_bits
-from everybit_torch.torch_internals.kernel_calls import CompiledGraph
+from everybit_torch.torch_internals.kernel_calls import CompiledGraph, KernelCalls
+from everybit_torch.torch_internals.kernel_lists import launches, listed_source
 from gpu_codegen import interpreting
-from gpu_codegen.capture import Kernel
+from gpu_codegen.capture import Kernel, Wrapper
 from gpu_codegen.cases import Case, cases
 from gpu_codegen.counting import Counts, count
 from gpu_codegen.expected import Traffic, traffic
 from gpu_codegen.fake_gpu import fake_gpu
-from gpu_codegen.kernels import ARCHITECTURES, Architecture, compile_kernel
-from gpu_codegen.laws import broken, broken_between_sums
-from gpu_codegen.steps import Compiled, NotCompiledError, compile_step, prepare, take
+from gpu_codegen.kernels import ARCHITECTURES, Architecture, compile_kernel, loaded
+from gpu_codegen.laws import Found, broken, broken_between_sums, broken_by_kernels
+from gpu_codegen.steps import Compiled, NotCompiledError, Step, compile_step, prepare, take
 
 ELEMENTS = 2512
 """Of the unit whose bits are compared: not a multiple of a block, and one of a cache line."""
+
+LIST = (9216, 512, 2560)
+"""Of units that are stepped by the same launches; the first has several pieces."""
+
+OF_LISTS = ("sm_90", "gfx942")
+"""Architectures for which kernels for lists are compiled."""
 
 
 @dataclass(slots=True)
@@ -79,9 +86,24 @@ def check(name: str, architectures: Sequence[Architecture] = ARCHITECTURES) -> R
     counts = {one.name: [of_kernel[one.name] for of_kernel in found.values()] for one in architectures}
     wrapper = compiled.wrapper
     said = list(broken_between_sums(wrapper, found) if case.has_sums else broken(wrapper, found, expected))
+    if not case.has_sums:
+        said += [f"for lists: {one}" for one in broken_by_kernels(_for_lists(wrapper, architectures), expected)]
     # Bits of a whole tensor are not compared: Triton's interpreter is driven for kernels of one dimension here.
     runs = None if case.whole else compiled
     return Result(case.optimizer, case.policy_name, len(wrapper.launches), wrapper.eager, expected, counts, said, runs)
+
+
+def _for_lists(wrapper: Wrapper, architectures: Sequence[Architecture]) -> Found:
+    """The kernels of a step as they are launched for several segments."""
+    found = {}
+    with fake_gpu():
+        for kernel in wrapper.kernels:
+            config = loaded(kernel).configs[0]
+            options = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+            written = listed_source(kernel.source, kernel.name, options, ())
+            listed = Kernel(written.name, written.source)
+            found[listed] = {one.name: _counted(listed, one) for one in architectures if one.name in OF_LISTS}
+    return found
 
 
 @cache
@@ -99,27 +121,40 @@ def different_bits(name: str, compiled: Compiled) -> list[str]:
 
 def different_bits_of(case: Case, compiled: Compiled, elements: int) -> list[str]:
     """As :func:`different_bits`, for a unit of so many elements."""
-    prepared = prepare(case, elements)
+    prepared, units = prepare(case, elements), [prepare(case, length) for length in LIST]
     expected, got, again = prepared.clone(), prepared.clone(), prepared.clone()
-    take(case, expected)
+    expected_units = [unit.clone() for unit in units]
+    for one in (expected, *expected_units):
+        take(case, one)
     from triton.runtime.errors import InterpreterError
 
     def arguments(tensors: Sequence[Tensor]) -> list[Tensor | int]:
-        return [elements // -place if place < 0 else tensors[place] for place in compiled.inputs]
+        return [len(tensors[0]) // -place if place < 0 else tensors[place] for place in compiled.inputs]
 
     try:
         with interpreting.loaded(compiled.wrapper) as module:
             module.call(arguments(got.tensors()))
             assert_same_bits(got.tensors(), expected.tensors(), "interpreted, against eager")
-            tensor, other, *rest = again.tensors()
-            other = torch.zeros_like(other)
-            kernels = CompiledGraph(module.call, [module]).kernels_for(
-                arguments([tensor, other, *rest]), other, [tensor]
-            )
+            graph = CompiledGraph(module.call, [module])
+
+            def kernels_of(step: Step) -> KernelCalls | None:
+                tensor, grad, *rest = step.tensors()
+                other = torch.zeros_like(grad)
+                return graph.kernels_for(arguments([tensor, other, *rest]), other, [tensor])
+
+            kernels = kernels_of(again)
             if kernels is None:  # steps by totals go through all code
                 return [] if prepared.totals else ["kernels by themselves: got none; accepted are those of all code."]
             kernels(prepared.grad)
-            assert_same_bits([tensor, prepared.grad, *rest], expected.tensors(), "kernels by themselves, against eager")
+            assert_same_bits(again.tensors(), expected.tensors(), "kernels by themselves, against eager")
+            calls = [found for unit in units if (found := kernels_of(unit)) is not None]
+            launched = launches(calls, [unit.grad for unit in units])
+            if len(launched) > len(kernels.calls):
+                return [f"a list of segments: got {len(launched)} launches; accepted are {len(kernels.calls)}."]
+            for launch, given in launched:
+                launch(*given)
+            for unit, as_expected in zip(units, expected_units, strict=True):
+                assert_same_bits(unit.tensors(), as_expected.tensors(), "a list of segments, against eager")
     except (InterpreterError, AssertionError) as error:  # the code asserts the sizes of what its operators return
         return [str(error) if isinstance(error, AssertionError) else f"interpreted: {error}"]
     return []

@@ -11,11 +11,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -65,10 +66,14 @@ class _Launcher:
     def __init__(self, load: Callable[[str], ModuleType], name: str, source: str) -> None:
         self._function: Any = getattr(load(source), name)
         self._in_rows = name.startswith("triton_per_")
+        listed = re.search(r"fixed_config\(\{'XBLOCK': (\d+)", source)
+        self._block = int(listed[1]) if listed else ROWS if self._in_rows else None
 
     def run(self, *arguments: Any, stream: int) -> None:  # noqa: ARG002  # called by name
         elements = arguments[-2] if self._in_rows else arguments[-1]
-        block = ROWS if self._in_rows else BLOCK if elements > 1 else 1
+        block = self._block or (BLOCK if elements > 1 else 1)
+        config = SimpleNamespace(kwargs={"XBLOCK": block}, num_warps=4, num_stages=1)
+        self.launchers = [SimpleNamespace(config=config)]
         self._function[(math.ceil(elements / block),)](*arguments, XBLOCK=block)
 
 
@@ -100,7 +105,7 @@ def _interpreter(folder: Path) -> Iterator[Any]:
                     stack.enter_context(mock.patch.object(language, name, InterpretedFunction(function.fn)))
         # The compiler's own helpers again, interpreted as well.
         helpers = _imported(Path(str(triton_helpers.__file__)), package=f"{triton_helpers.__package__}.")
-        for kind in ("pointwise", "persistent_reduction"):
+        for kind in ("pointwise", "persistent_reduction", "fixed_config"):
             stack.enter_context(mock.patch.object(triton_heuristics, kind, undecorated))
         yield load
 

@@ -33,6 +33,11 @@ def broken(wrapper: Wrapper, found: Found, expected: Traffic) -> Iterator[str]:
     yield from launches(wrapper)
     yield from read_backs(wrapper)
     yield from intermediates(wrapper)
+    yield from broken_by_kernels(found, expected)
+
+
+def broken_by_kernels(found: Found, expected: Traffic) -> Iterator[str]:
+    """The laws of a step's kernels."""
     for kernel, of_kernel in found.items():
         for architecture, counts in of_kernel.items():
             for said in arithmetic(counts):

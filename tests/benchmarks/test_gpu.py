@@ -119,7 +119,8 @@ def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_step_is_measured_against_a_copy_of_as_many_bytes() -> None:
-    result = gpu_steps.measure("LEAN_BF16", 4096, "cpu", compile=False, seconds=0.0)
+    result = gpu_steps.Result("LEAN_BF16", 4096, False)
+    gpu_steps.measure(result, "cpu", 0.0)
     assert result.bytes == 18  # a gradient and four parts of 2 bytes are loaded, the parts are stored
     assert result.share == result.copy / result.step
     assert 0 < result.host <= result.step
@@ -135,9 +136,10 @@ def test_kernels_and_transfers_are_told_apart() -> None:
 
 
 def test_every_policy_is_measured_at_every_size() -> None:
-    cases = gpu_steps.cases("cuda", list(PRESETS))
-    compiled = {(policy, elements) for policy, elements, is_compiled in cases if is_compiled}
-    assert compiled == {(policy, elements) for policy in PRESETS for elements in gpu_steps.SIZES["cuda"]}
+    compiled = [one for one in gpu_steps.cases("cuda", list(PRESETS)) if one.compiled]
+    by_size = {(one.policy, one.elements) for one in compiled if not one.model}
+    assert by_size == {(policy, elements) for policy in PRESETS for elements in gpu_steps.SIZES["cuda"]}
+    assert {one.gathered for one in compiled if one.model} == {*gpu_steps.GATHERED}
 
 
 def test_a_case_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def results() -> dict[str, Any]:
     machine = describe() | {"gpu": "a GPU", "cuda": "13.0"}
-    step = gpu_steps.Result("LEAN_BF16", 1 << 20, True, 18.0, 2e-5, 1e-5, 1e-5, 2, 0, 3.0)
+    step = gpu_steps.Result("LEAN_BF16", 1 << 20, True, "", 0, 18.0, 2e-5, 1e-5, 1e-5, 2, 0, 3.0)
     ran = speed.Result("opt-125m", "torch fused", 10, 1, 1e-7, 0.0, 0.0, "right", 0.1, 1e-3, 1e-3, 28.0)
     absent = speed.Result("opt-125m", "Apex FusedAdam", failure="not installed: apex")
     summary = {

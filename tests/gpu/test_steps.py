@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -96,14 +97,39 @@ def test_a_compiled_step_is_two_kernels_and_no_transfer(policy: str, device: tor
     parameter.grad = torch.ones_like(parameter)
     for _ in range(3):
         optimizer.step()
+    names = launched(optimizer, device)
+    assert len(names) == (LAUNCHES.get(policy, 2) if device.type == "cuda" else 0), names
+
+
+def launched(optimizer: TorchOptimizer, device: torch.device) -> list[str]:
+    """What a step has a GPU do."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as found:
         optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
     there = [event.name for event in found.events() if event.device_type.name == "CUDA"]
-    names = [name for name in there if not name.startswith("Optimizer.step#")]  # torch's mark of the whole step
     assert any(event.device_type.name == "CPU" for event in found.events())
+    return [name for name in there if not name.startswith("Optimizer.step#")]  # torch's mark of the whole step
+
+
+@pytest.mark.parametrize("policy", some(PRESETS))
+def test_later_steps_of_several_long_parameters_are_two_kernels(policy: str, device: torch.device) -> None:
+    """Gradients are other tensors at each step, and their addresses a transfer; where they lie as they did, there is none."""
+    dtype, lengths = getattr(torch, PRESETS[policy].model_dtype), [(1 << 20) + 4096, 3 << 20, 1 << 20]
+    made = [[nn.Parameter(torch.linspace(-1, 1, n, device=device).to(dtype)) for n in lengths] for _ in range(2)]
+    ours, expected = (
+        AdamW(ones, policy=PRESETS[policy], seed=3, compile=is_ours)
+        for ones, is_ours in zip(made, (True, False), strict=True)
+    )
+    for step in range(6):
+        for one in itertools.chain(*made):
+            one.grad = torch.linspace(1, -1, one.numel(), device=device).to(dtype) * (step + 1)
+        for optimizer in (ours, expected):
+            optimizer.step()
+    assert_same_bits([x.detach() for x in made[0]], [x.detach() for x in made[1]], "lists, against uncompiled")
+    ours.step()
+    names = launched(ours, device)
     assert len(names) == (LAUNCHES.get(policy, 2) if device.type == "cuda" else 0), names
 
 

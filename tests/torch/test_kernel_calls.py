@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import everybit as eb
 from everybit_torch import AdamW
 from everybit_torch.segments import steps
 from everybit_torch.torch_internals.kernel_calls import SCRATCH, CompiledGraph, KernelCalls, loaded_modules
+from everybit_torch.torch_internals.kernel_lists import launches
 from tests.support.small_models import same_bits
 
 SIZES = [(30, 10), (7,), (400,), (16,)]
@@ -188,6 +190,7 @@ class Gpu:
     device: int = 0
     stream: int = 7
     is_capturing: bool = False
+    launchers: list[Any] = field(default_factory=list)
     launched: list[tuple[Any, ...]] = field(default_factory=list)
 
     def run(self, *args: Any, stream: int) -> None:
@@ -240,6 +243,87 @@ def test_kernels_for_a_gpu_are_queued_where_they_were_found_and_nowhere_else(gpu
         )
         gpu.device, gpu.stream, gpu.is_capturing = 0, 7, False
     assert given.kernels_for([X, Y], Y, [X]) is not None
+
+
+KERNEL = """
+@triton_heuristics.pointwise(
+    size_hints={'x': 4096}, filename=__file__,
+    triton_meta={'signature': {'in_ptr0': '*fp32', 'in_out_ptr0': '*bf16', 'xnumel': 'i32', 'XBLOCK': 'constexpr'}, 'device': 1,
+                 'constants': {}, 'configs': [{(0,): [['tt.divisibility', 16]]}]},
+    inductor_meta={'grid_type': 'Grid1D', 'kernel_name': 'triton_poi_fused_0', 'mutated_arg_names': ['in_out_ptr0']},
+)
+@triton.jit
+def triton_poi_fused_0(in_ptr0, in_out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:]
+    tl.store(in_out_ptr0 + xindex, tl.load(in_ptr0 + xindex, xindex < xnumel), xindex < xnumel)
+"""
+
+
+@pytest.mark.parametrize("grid", ["Grid1D", "Grid2D"])
+def test_segments_of_one_graph_are_stepped_by_one_launch_of_each_kernel(
+    grid: str, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a list's kernel reads; ``make gpu-codegen`` runs such kernels. One over two dimensions is launched for each segment."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    written: list[tuple[str, str]] = []
+
+    def compiled(_: AsyncCompile, name: str, source: str, device_str: str) -> Gpu:
+        written.append((name, source))
+        return launched_together
+
+    monkeypatch.setattr(AsyncCompile, "triton", compiled)
+    launched_together = Gpu()
+    gpu.launchers = [SimpleNamespace(config=SimpleNamespace(kwargs={"XBLOCK": 1024}, num_warps=4, num_stages=1))]
+    (tmp_path / "generated.py").write_text(
+        f"triton_poi_fused_0 = async_compile.triton('triton_poi_fused_0', {KERNEL.replace('Grid1D', grid)!r}, device_str='cuda')"
+    )
+    names: dict[str, Any] = {"get_raw_stream": lambda _: gpu.stream, "__file__": str(tmp_path / "generated.py")}
+    given = graph(
+        "triton_poi_fused_0.run(y, x, x.size(0), stream=get_raw_stream(0)); return ()", triton_poi_fused_0=gpu, **names
+    )
+    segments = [torch.zeros(length) for length in (4097, 16)]
+    found = (given.kernels_for([x, y := torch.ones(len(x))], y, [x]) for x in segments)
+    calls = [call for call in found if call is not None]
+    grads = [torch.ones(len(x)) for x in segments]
+
+    def launch(*chosen: int) -> None:
+        for kernel, arguments in launches([calls[one] for one in chosen], [grads[one] for one in chosen]):
+            kernel(*arguments)
+
+    launch(0, 1)
+    if grid == "Grid2D":
+        assert [(given[1] is x, *given[2:]) for given, x in zip(gpu.launched, segments, strict=True)] == [
+            (True, 4097, 7),
+            (True, 16, 7),
+        ]
+        return
+    ((rows, owners, addresses, elements, stream),) = launched_together.launched
+    assert rows.tolist() == [[0, 0, segments[0].data_ptr(), 4097], [2, 0, segments[1].data_ptr(), 16]]
+    assert owners.tolist() == [0, 0, 1]
+    assert (elements, stream) == (3 * 4096, 7)
+    assert addresses.tolist() == [x.data_ptr() for x in grads]
+    grads[1] = torch.ones(16)
+    launch(0, 1)
+    assert addresses.tolist() == [x.data_ptr() for x in grads]
+    launch(1)
+    assert len(gpu.launched) == 1, "one segment is launched by its own kernels"
+    ((name, source),) = written
+    options = "{'XBLOCK': 1024, 'num_warps': 4, 'num_stages': 1}"
+    assert f"@triton_heuristics.fixed_config({options}, filename=__file__," in source
+    assert "'mutated_arg_names': []" in source, "a kernel that is measured would step"
+    lines = source[source.index(f"def {name}(") :].splitlines()
+    assert [one.strip() for one in lines[:9]] == [
+        "def listed_triton_poi_fused_0(rows, owners, addresses, xnumel, XBLOCK: tl.constexpr):",
+        "program = tl.program_id(0)",
+        "segment = tl.load(owners + program // 4)",
+        "row = rows + segment * 4",
+        "program = program - tl.load(row).to(tl.int32) * 4",
+        "in_ptr0 = tl.multiple_of(tl.load(addresses + segment).to(tl.pointer_type(tl.float32)), 16)",
+        "in_out_ptr0 = tl.load(row + 2).to(tl.pointer_type(tl.bfloat16))",
+        "xnumel = tl.load(row + 3).to(tl.int32)",
+        "xindex = program * XBLOCK + tl.arange(0, XBLOCK)[:]",
+    ]
 
 
 def test_numbers_that_a_captured_step_reads_are_not_those_of_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:

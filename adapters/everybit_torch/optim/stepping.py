@@ -22,6 +22,7 @@ from everybit_torch.segments import Partial, Run, Segment, Single, Work, find_to
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import local
 from everybit_torch.torch_internals.kernel_calls import KernelCalls, Prepared
+from everybit_torch.torch_internals.kernel_lists import launches
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -248,6 +249,9 @@ class _ReadyCalls:
 
     def __init__(self) -> None:
         self._calls: list[Prepared] = []
+        self._queued: dict[
+            int, tuple[list[KernelCalls], list[Tensor]]
+        ] = {}  # on a GPU, with their gradients, by their graphs
         self._written: list[Tensor] = []  # unseen by autograd
         self._counted: list[tuple[Segment, int]] = []  # and the earlier steps, which the host knows
 
@@ -263,7 +267,12 @@ class _ReadyCalls:
         if (before := segment.count.known(segment.state.step)) is not None:
             self._counted.append((segment, before))
         if isinstance(call, KernelCalls):
-            self._calls += call.prepared(grad)
+            if call.queue is None:
+                self._calls += call.prepared(grad)
+            else:
+                calls, grads = self._queued.setdefault(id(call.graph), ([], []))
+                calls.append(call)
+                grads.append(grad)
             self._written += call.written
         else:
             self._calls.append((call, [grad]))
@@ -271,6 +280,8 @@ class _ReadyCalls:
 
     def call(self) -> None:
         """Step the segments."""
+        for calls, grads in self._queued.values():
+            self._calls += launches(calls, grads)
         for call, arguments in self._calls:
             call(*arguments)
         if self._written:

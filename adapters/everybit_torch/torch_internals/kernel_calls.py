@@ -70,10 +70,12 @@ class CompiledGraph:
     Attributes:
         run: Runs it, through torch's layers.
         modules: The modules that were loaded for it.
+        listed: Its kernels for lists of segments, once they were written; see :mod:`~everybit_torch.torch_internals.kernel_lists`.
     """
 
     run: Callable[..., Any]
     modules: list[ModuleType] = field(default_factory=list)
+    listed: list[Any] | None = field(default=None, init=False)
     _call: FunctionType | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +110,7 @@ class CompiledGraph:
         names, calls = call.__globals__, list[_Call]()
         kernels = {name: x for name, x in names.items() if name.startswith((_ON_HOST, _ON_DEVICE))}
         queues: set[_Queue] = set()
-        names = names | {name: _noting(kernel, calls) for name, kernel in kernels.items()}
+        names = names | {name: _noting(name, kernel, calls) for name, kernel in kernels.items()}
 
         def noted_stream(device: int) -> int:
             queues.add(_Queue(device, stream := stream_of(device)))
@@ -121,50 +123,58 @@ class CompiledGraph:
         if result or len(own) < len(tensors) or not _settle(calls, own, varying):
             self._call = None
             return None
-        return KernelCalls(calls, list(written), stream_of, queue) if queues <= {queue} else None
+        return KernelCalls(self, calls, list(written), stream_of, queue) if queues <= {queue} else None
 
 
 class _Call(NamedTuple):
     """A call of a kernel.
 
     Attributes:
+        name: The kernel's name.
         kernel: The kernel.
+        launcher: What launches it, on a GPU.
         arguments: Its arguments; None in the place of what varies.
         places: Where that is.
     """
 
+    name: str
     kernel: Callable[..., Any]
+    launcher: Any
     arguments: list[Any]
     places: list[int]
 
 
-def _noting(kernel: Any, calls: list[_Call]) -> Any:
+def _noting(name: str, kernel: Any, calls: list[_Call]) -> Any:
     """What notes calls in the place of a kernel: of a function, or of the launcher of a kernel for a GPU."""
 
     def run(*given: Any, stream: int) -> None:
-        calls.append(_Call(partial(kernel.run, stream=stream), list(given), []))
+        calls.append(_Call(name, partial(kernel.run, stream=stream), kernel, list(given), []))
 
     def called(*given: Any) -> None:
-        calls.append(_Call(kernel, list(given), []))
+        calls.append(_Call(name, kernel, None, list(given), []))
 
     return SimpleNamespace(run=run) if hasattr(kernel, "run") else called
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class KernelCalls:
     """Calls of kernels, in order. A kernel reads the address of each tensor when it is called.
 
     Attributes:
+        graph: The graph of which they are the calls.
         calls: The calls.
         written: The tensors to which they write.
         stream_of: Returns the current stream of a GPU.
         queue: The queue of a GPU to which they and their buffers belong; None on a CPU.
+        together: Launches for a list of segments of which this is the first; see :mod:`~everybit_torch.torch_internals.kernel_lists`.
     """
 
+    graph: CompiledGraph
     calls: list[_Call]
     written: list[Tensor]
     stream_of: _StreamOf
     queue: _Queue | None = None
+    together: object = field(default=None, init=False)
 
     def accepts(self, varying: Tensor) -> bool:
         """Whether the kernels may be called now, with this tensor in the place of what varies."""
@@ -173,7 +183,7 @@ class KernelCalls:
     def prepared(self, varying: Tensor) -> list[Prepared]:
         """Return the kernels with all their arguments. The caller has autograd count the writes."""
         prepared = []
-        for kernel, arguments, places in self.calls:
+        for _, kernel, _, arguments, places in self.calls:
             given = arguments.copy()
             for place in places:
                 given[place] = varying

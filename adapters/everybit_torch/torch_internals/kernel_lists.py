@@ -33,7 +33,7 @@ PROGRAMS = 4
 
 
 class NotListedError(ValueError):
-    """A kernel whose source is not as expected; segments are then stepped one after the other."""
+    """A kernel with an unexpected source; segments are then stepped one after the other."""
 
 
 def launches(calls: Sequence[KernelCalls], varying: Sequence[Tensor]) -> list[Prepared]:
@@ -79,7 +79,7 @@ class KernelList:
         """Return the launches, with the addresses of these tensors on the device, and without a wait for it."""
         addresses = [*map(Tensor.data_ptr, varying)]
         if addresses != self._known:
-            # CUDA stages a copy from memory that is not pinned, and it is queued behind the kernels that read what was there.
+            # CUDA stages a copy from memory that is not pinned, and queues it behind the kernels that read the last addresses.
             self.addresses.copy_(torch.tensor(addresses), non_blocking=True)
             self._known = addresses
         return self.kernels
@@ -100,7 +100,7 @@ class _Listed(NamedTuple):
 
 
 def _listed(calls: Sequence[KernelCalls]) -> KernelList | None:
-    """Launches for all of these segments; None if there are none."""
+    """Launches for all of these segments; None: a kernel's source is not as expected."""
     graph, queue = calls[0].graph, calls[0].queue
     assert queue is not None
     if graph.listed is None:
@@ -174,7 +174,7 @@ class Written(NamedTuple):
 
 
 def listed_source(source: str, name: str, options: Mapping[str, Any], varying: Sequence[int]) -> Written:
-    """Write a kernel of Inductor so that one launch is for several segments.
+    """Write a kernel of Inductor again, for launches that step several segments.
 
     Args:
         source: A module that defines it.

@@ -85,7 +85,7 @@ class KernelList:
         return self.kernels
 
 
-class _Listed(NamedTuple):
+class _ListedKernel(NamedTuple):
     """A kernel for a list.
 
     Attributes:
@@ -127,7 +127,7 @@ def _listed(calls: Sequence[KernelCalls]) -> KernelList | None:
     return KernelList([*calls], kernels, addresses)
 
 
-def _written(graph: CompiledGraph, calls: KernelCalls) -> Iterator[_Listed]:
+def _written(graph: CompiledGraph, calls: KernelCalls) -> Iterator[_ListedKernel]:
     """Write and compile the kernels of a graph for lists."""
     from torch._inductor.async_compile import AsyncCompile
 
@@ -141,7 +141,7 @@ def _written(graph: CompiledGraph, calls: KernelCalls) -> Iterator[_Listed]:
         written = listed_source(sources[call.name], call.name, options, call.places)
         made = compiler.triton(written.name, written.source, device_str="cuda")
         made = made.result() if hasattr(made, "result") else made
-        yield _Listed(made, written.piece, written.length)
+        yield _ListedKernel(made, written.piece, written.length)
 
 
 def _sources(module: str) -> Iterator[tuple[str, str]]:
@@ -157,7 +157,7 @@ def _sources(module: str) -> Iterator[tuple[str, str]]:
                 yield name, source
 
 
-class Written(NamedTuple):
+class ListedSource(NamedTuple):
     """A kernel's source for a list.
 
     Attributes:
@@ -173,7 +173,7 @@ class Written(NamedTuple):
     length: int
 
 
-def listed_source(source: str, name: str, options: Mapping[str, Any], varying: Sequence[int]) -> Written:
+def listed_source(source: str, name: str, options: Mapping[str, Any], varying: Sequence[int]) -> ListedSource:
     """Write a kernel of Inductor again, for launches that step several segments.
 
     Args:
@@ -239,7 +239,7 @@ def listed_source(source: str, name: str, options: Mapping[str, Any], varying: S
         ast.keyword("inductor_meta", _dict(inductor)),
     ]
     text = ast.unparse(ast.fix_missing_locations(module))
-    return Written(function.name, text, programs * block, arguments.index("xnumel"))
+    return ListedSource(function.name, text, programs * block, arguments.index("xnumel"))
 
 
 _NAMES = {

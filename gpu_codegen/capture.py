@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from everybit_torch.torch_internals.kernel_lists import kernel_sources
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -44,8 +46,7 @@ class Wrapper:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels that it defines, in the order of their definition."""
-        found = re.findall(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str", self.source, re.S | re.M)
-        return tuple(Kernel(name, source) for name, source in found)
+        return tuple(Kernel(name, source) for name, source in kernel_sources(self.source))
 
     @property
     def launches(self) -> tuple[str, ...]:

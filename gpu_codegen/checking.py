@@ -98,9 +98,7 @@ def _for_lists(wrapper: Wrapper, architectures: Sequence[Architecture]) -> Found
     found = {}
     with fake_gpu():
         for kernel in wrapper.kernels:
-            config = loaded(kernel).configs[0]
-            options = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-            written = listed_source(kernel.source, kernel.name, options, ())
+            written = listed_source(kernel.source, kernel.name, loaded(kernel).configs[0], ())
             listed = Kernel(written.name, written.source)
             found[listed] = {one.name: _counted(listed, one) for one in architectures if one.name in OF_LISTS}
     return found

@@ -249,9 +249,8 @@ class _ReadyCalls:
 
     def __init__(self) -> None:
         self._calls: list[Prepared] = []
-        self._queued: dict[
-            int, tuple[list[KernelCalls], list[Tensor]]
-        ] = {}  # on a GPU, with their gradients, by their graphs
+        # On a GPU, with their gradients, by their graphs.
+        self._queued: dict[int, tuple[list[KernelCalls], list[Tensor]]] = {}
         self._written: list[Tensor] = []  # unseen by autograd
         self._counted: list[tuple[Segment, int]] = []  # and the earlier steps, which the host knows
 

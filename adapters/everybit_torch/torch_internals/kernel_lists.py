@@ -121,7 +121,7 @@ def _listed(calls: Sequence[KernelCalls]) -> KernelList | None:
             rows.append([sum(pieces), *(x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in arguments)])
             pieces.append(-(-arguments[kernel.length] // kernel.piece))
         owners = torch.arange(len(calls), dtype=torch.int32).repeat_interleave(torch.tensor(pieces))
-        tables = torch.tensor(rows, device=device), owners.to(device)
+        tables = (one.to(device, non_blocking=True) for one in (torch.tensor(rows), owners))
         run = partial(kernel.launcher.run, stream=queue.stream)
         kernels.append((run, [*tables, addresses, len(owners) * kernel.piece]))
     return KernelList([*calls], kernels, addresses)
@@ -132,20 +132,18 @@ def _written(graph: CompiledGraph, calls: KernelCalls) -> Iterator[_ListedKernel
     from torch._inductor.async_compile import AsyncCompile
 
     (module,) = (one for one in graph.modules if hasattr(one, "call"))
-    sources = dict(_sources(inspect.getsource(module)))
+    sources = dict(kernel_sources(inspect.getsource(module)))
     compiler: Any = AsyncCompile()
     for call in calls.calls:
         (launcher,) = call.launcher.launchers  # the configuration that was measured
-        config = launcher.config
-        options = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-        written = listed_source(sources[call.name], call.name, options, call.places)
+        written = listed_source(sources[call.name], call.name, launcher.config, call.places)
         made = compiler.triton(written.name, written.source, device_str="cuda")
         made = made.result() if hasattr(made, "result") else made
         yield _ListedKernel(made, written.piece, written.length)
 
 
-def _sources(module: str) -> Iterator[tuple[str, str]]:
-    """The names and sources of the kernels that a module of Inductor defines."""
+def kernel_sources(module: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and sources of the kernels that a module of Inductor defines, in order."""
     for line in ast.parse(module).body:
         match line:
             case ast.Assign(
@@ -173,13 +171,13 @@ class ListedSource(NamedTuple):
     length: int
 
 
-def listed_source(source: str, name: str, options: Mapping[str, Any], varying: Sequence[int]) -> ListedSource:
+def listed_source(source: str, name: str, config: Any, varying: Sequence[int]) -> ListedSource:
     """Write a kernel of Inductor again, for launches that step several segments.
 
     Args:
         source: A module that defines it.
         name: The name of its function.
-        options: The configuration with which it is launched: ``XBLOCK``, ``num_warps`` and others.
+        config: Triton's configuration with which it is launched.
         varying: The numbers of its arguments that vary from step to step.
 
     Returns:
@@ -198,6 +196,7 @@ def listed_source(source: str, name: str, options: Mapping[str, Any], varying: S
     signature: dict[str, str] = ast.literal_eval(triton["signature"])
     constants: dict[str, Any] = ast.literal_eval(triton["constants"])
     (divisible,) = ast.literal_eval(triton["configs"])
+    options = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     block = int(options["XBLOCK"])
     if ast.literal_eval(inductor["grid_type"]) != "Grid1D" or sum(map(_asks_for_program, ast.walk(function))) != 1:
         raise NotListedError(f"{name}: got a grid of several dimensions")
@@ -232,7 +231,7 @@ def listed_source(source: str, name: str, options: Mapping[str, Any], varying: S
     )
     inductor |= _literals(kernel_name=function.name, mutated_arg_names=[])
     decorator.func = ast.parse("triton_heuristics.fixed_config", mode="eval").body
-    decorator.args = [_literal(dict(options))]
+    decorator.args = [_literal(options)]
     decorator.keywords = [
         ast.keyword("filename", given["filename"]),
         ast.keyword("triton_meta", _dict(triton)),

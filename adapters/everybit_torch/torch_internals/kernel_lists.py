@@ -153,6 +153,8 @@ def kernel_sources(module: str) -> Iterator[tuple[str, str]]:
                 ),
             ):
                 yield name, source
+            case _:
+                pass
 
 
 class ListedSource(NamedTuple):

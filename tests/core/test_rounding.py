@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
@@ -226,3 +227,17 @@ def test_a_square_root_is_the_nearest_to_the_exact_one() -> None:
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
             assert_same_numbers(sqrt(x), x.double().sqrt().float())
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_root_of_one_number_is_the_nearest_in_float64(compile: bool) -> None:
+    """As Python's, which takes the processor's. Eager torch may take a library's, which is wrong for a percent of these numbers."""
+    numbers = [0.0, math.inf, math.nan, -1.0, 5e-324, *(spread(1 << 9).abs().double() * math.pi).tolist()]
+    expected = [math.nan if x < 0 else math.sqrt(x) for x in numbers]
+    root: Callable[[Tensor], Tensor] = torch.compile(lambda x: sqrt(x) + 0) if compile else sqrt
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            found = [float(root(torch.tensor(x, dtype=torch.float64))) for x in numbers]
+        assert [*map(float.hex, found)] == [*map(float.hex, expected)]
+    x = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(sqrt, [x], check_forward_ad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
-from everybit_torch.compiled.direct_calls import DirectCalls, is_settled
+from everybit_torch.compiled.dependencies import variables
+from everybit_torch.compiled.direct_calls import DirectCalls
 from tests.support.small_models import same_bits
 
 LEAN, EXACT, FP32 = eb.policies.LEAN_BF16, eb.policies.EXACT_BF16, eb.policies.FP32
@@ -183,15 +185,60 @@ def test_no_gradient_is_kept_alive(through_dynamo: list[int]) -> None:
     assert through_dynamo == [0]
 
 
-def test_only_what_is_of_the_library_throughout_is_settled() -> None:
+LIMIT, BETAS = 1.0, [0.9]
+
+
+def clipped(learning_rate: Any) -> eb.Transform[Any]:
+    return eb.chain(eb.clip_by_global_norm(LIMIT), eb.adamw(learning_rate))
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("changed", ["global", "cell"])
+def test_a_function_of_the_users_is_called_directly_until_a_variable_of_it_changes(
+    changed: str, through_dynamo: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for compile in (False, True):
+        monkeypatch.setitem(globals(), "LIMIT", 1.0)
+        decay = 0.0
+
+        def factory(learning_rate: Any) -> eb.Transform[Any]:
+            return eb.chain(clipped(learning_rate), eb.scale(1 - decay))  # noqa: B023  # the test changes it
+
+        def gradient(step: int, parameter: nn.Parameter) -> Tensor:
+            if step == 3:
+                nonlocal decay
+                decay = 0.5 if changed == "cell" else decay
+                monkeypatch.setitem(globals(), "LIMIT", 0.01 if changed == "global" else LIMIT)
+            return random_like(step, parameter)
+
+        found.append(stepped(gradient, compile=compile, factory=factory))
+    assert same_bits(*found)
+    assert through_dynamo == [0], "three steps by direct calls, and none later"
+
+
+def test_code_depends_on_what_functions_read() -> None:
+    """A value is followed to variables, as long as each holds what cannot change in place."""
+
     class OwnFormat(eb.Nearest):
         pass
 
-    assert is_settled((eb.adamw, LEAN, {"nesterov": True, "betas": (1, 2.0)}))
-    assert not is_settled((stepped, LEAN, {}))
-    assert not is_settled((eb.adamw, LEAN, {"mask": lambda path, p: True}))
-    assert not is_settled((eb.adamw, eb.Policy(momentum=OwnFormat("bfloat16")), {}))
-    assert not is_settled((eb.adamw, LEAN, {"options": object()}))
+    def names(value: object) -> list[str] | None:
+        found = variables(value)
+        return None if found is None else [one.name for one in found]
+
+    limit, several = 1.0, [1.0]
+    assert names((eb.adamw, LEAN, {"nesterov": True, "betas": (1, 2.0)})) == []
+    assert names(functools.partial(eb.adamw, b1=0.8)) == ["b1"]
+    assert names(lambda rate: clipped(rate)) == ["clipped", "LIMIT", "eb"]
+    assert names(lambda rate: eb.chain(eb.scale(max(limit, 1)), eb.sgd(rate))) == ["limit", "eb", "max"]
+    assert names(lambda rate, mask=lambda path, p: p.ndim > 1: eb.adamw(rate, mask=mask)) == ["eb"]
+    refused: list[object] = [
+        stepped, Scaled(), Scaled().__call__, eb.Policy(momentum=OwnFormat("bfloat16")), {"options": object()},
+        lambda rate: eb.sgd(rate, momentum=several[0]), lambda rate: eb.sgd(rate, momentum=BETAS[0]), lambda rate: eb.sgd(rate * torch.ones(())),
+        lambda rate: eb.sgd(rate, momentum=float(input())), lambda rate: __import__("everybit").sgd(rate), functools.partial(eb.adamw, mask=Scaled()),
+    ]  # fmt: skip
+    assert [names(one) for one in refused] == [None] * len(refused)
 
 
 def test_on_an_accelerator_code_for_whole_lines_is_called_directly_for_such_lengths_only(

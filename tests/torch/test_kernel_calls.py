@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import AdamW
+from everybit_torch import AdamW, TorchOptimizer
 from everybit_torch.segments import steps
 from everybit_torch.torch_internals.kernel_calls import SCRATCH, CompiledGraph, KernelCalls, loaded_modules
 from everybit_torch.torch_internals.kernel_lists import launches
@@ -39,12 +40,18 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def life(policy: eb.Policy, *, compile: bool, each_step: Callable[[AdamW, int], None]) -> list[Tensor]:
+def life(
+    policy: eb.Policy,
+    *,
+    compile: bool,
+    each_step: Callable[[TorchOptimizer, int], None],
+    kind: Callable[..., TorchOptimizer] = AdamW,
+) -> list[Tensor]:
     """Everything that is stored after six steps of some parameters, with another rate at each."""
     generator = torch.Generator().manual_seed(3)
     dtype = torch.float32 if policy is eb.policies.FP32 else torch.bfloat16
     parameters = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
-    optimizer = AdamW(parameters, policy=policy, compile=compile)
+    optimizer = kind(parameters, lr=1e-2, policy=policy, compile=compile)
     for step in range(6):
         optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
         for parameter in parameters:
@@ -54,7 +61,7 @@ def life(policy: eb.Policy, *, compile: bool, each_step: Callable[[AdamW, int], 
     return [x for p in parameters for x in (p.detach(), *optimizer.state[p].values())]
 
 
-def other_memory(optimizer: AdamW, step: int) -> None:
+def other_memory(optimizer: TorchOptimizer, step: int) -> None:
     """As programs do that move state and weights away between steps."""
     if step == 4:
         for parameter, state in optimizer.state.items():
@@ -62,11 +69,11 @@ def other_memory(optimizer: AdamW, step: int) -> None:
                 x.data = x.detach().clone()
 
 
-def other_code(optimizer: AdamW, step: int) -> None:
+def other_code(optimizer: TorchOptimizer, step: int) -> None:
     optimizer.param_groups[0]["maximize"] = step >= 4
 
 
-def nothing(_optimizer: AdamW, _step: int) -> None:
+def nothing(_optimizer: TorchOptimizer, _step: int) -> None:
     pass
 
 
@@ -74,12 +81,12 @@ def nothing(_optimizer: AdamW, _step: int) -> None:
 @pytest.mark.parametrize("each_step", [pytest.param(nothing, marks=pytest.mark.slow), other_memory, other_code])
 @pytest.mark.parametrize("policy", ["FP32", pytest.param("TIGHT_BF16", marks=pytest.mark.slow)])
 def test_kernels_called_by_themselves_give_the_bits_of_uncompiled_steps(
-    policy: str, each_step: Callable[[AdamW, int], None], alone: bool, runs: list[int]
+    policy: str, each_step: Callable[[TorchOptimizer, int], None], alone: bool, runs: list[int]
 ) -> None:
     given = eb.policies.PRESETS[policy]
     counts: list[int] = []
 
-    def counting(optimizer: AdamW, step: int) -> None:
+    def counting(optimizer: TorchOptimizer, step: int) -> None:
         counts.append(len(runs))
         each_step(optimizer, step)
 
@@ -90,6 +97,39 @@ def test_kernels_called_by_themselves_give_the_bits_of_uncompiled_steps(
     more: dict[Any, int] = {other_memory: segments if alone else 0, other_code: segments + 1}
     assert counts[2] == counts[4] == segments + 1
     assert len(runs) == segments + 1 + more.get(each_step, 0)
+
+
+def clipped(learning_rate: float) -> eb.Transform[Any]:
+    limits = eb.clip_by_global_norm(3.0), eb.clip_by_global_norm(0.01)
+    return eb.chain(limits[0], eb.scale_by_adam(), eb.scale_by_learning_rate(learning_rate), limits[1])
+
+
+def no_first_gradient(optimizer: TorchOptimizer, step: int) -> None:
+    """Totals then begin at another parameter."""
+    if step == 4:
+        optimizer.param_groups[0]["params"][0].grad = None
+
+
+@pytest.mark.parametrize("alone", [True], indirect=True)
+@pytest.mark.parametrize("policy", ["LEAN_BF16", pytest.param("FP32", marks=pytest.mark.slow)])
+def test_steps_with_totals_call_kernels_by_themselves(policy: str, alone: bool, runs: list[int]) -> None:
+    """Totals lie in the same memory at each step. A contribution to the second one is found by a graph that returns it."""
+    given = eb.policies.PRESETS[policy]
+    kind = partial(TorchOptimizer, factory=clipped)
+    by_themselves: list[KernelCalls] = []
+    prepared = KernelCalls.prepared
+
+    def noted(self: KernelCalls, varying: Tensor) -> Any:
+        by_themselves.append(self)
+        return prepared(self, varying)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelCalls, "prepared", noted)
+        found = life(given, compile=True, each_step=no_first_gradient, kind=kind)
+    # The first step learns the code, the second the inputs of the first segment. Without the first gradient totals have other memory.
+    segments = len(SIZES)
+    assert len(by_themselves) == (segments - 1) + segments + segments + 0 + segments
+    assert same_bits(found, life(given, compile=False, each_step=no_first_gradient, kind=kind))
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ before go straight to the compiled code, and all others go through Dynamo.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -77,6 +77,7 @@ class _Remembered(NamedTuple):
         gradient: The kind of its gradient.
         first: The indices of its elements.
         state: The tensors of its state.
+        totals: The tensors with the totals of requests.
         compiled: The code for them.
         places: The number of the input that each argument of the code is.
     """
@@ -84,6 +85,7 @@ class _Remembered(NamedTuple):
     gradient: GradientKind
     first: object
     state: list[Tensor]
+    totals: list[Tensor]
     compiled: Compiled
     places: list[int]
 
@@ -156,9 +158,9 @@ class DirectCalls(_KnownCode):
         known = None if kind is None else self._known.get(kind)
         if known is not None:
             compiled, places = known
-            if segment is not None and not totals and not given:
+            if segment is not None and not given:
                 self._remembered[segment] = _Remembered(
-                    GradientKind.of(tensor, grad.dtype), first, held, compiled, places
+                    GradientKind.of(tensor, grad.dtype), first, held, [*totals], compiled, places
                 )
             self._began()
             compiled(*_arguments(places, [*inputs, numbers]))
@@ -167,9 +169,9 @@ class DirectCalls(_KnownCode):
         self._learn(kind, [*inputs, numbers], through_dynamo)
 
     def again(
-        self, segment: object, tensor: Tensor, grad: Tensor, first: object, numbers: Tensor
+        self, segment: object, tensor: Tensor, grad: Tensor, first: object, totals: Sequence[Tensor], numbers: Tensor
     ) -> Callable[[Tensor], object] | None:
-        """Return the call of the code that ran last for a segment, without totals, if only the gradient is another.
+        """Return the call of the code that ran last for a segment, if only the gradient and values of totals and numbers are others.
 
         The call takes a gradient of this kind, and stays valid for others of it as long as the inputs are the same.
 
@@ -178,6 +180,7 @@ class DirectCalls(_KnownCode):
             tensor: The tensor.
             grad: Its gradient.
             first: The indices of the elements.
+            totals: The totals of requests.
             numbers: The numeric hyperparameters.
         """
         last = self._remembered.get(segment)
@@ -185,9 +188,9 @@ class DirectCalls(_KnownCode):
             return None
         if last.gradient.tensor is not tensor or last.first is not first or grad.requires_grad:
             return None
-        if not last.gradient.fits(grad):
+        if not last.gradient.fits(grad) or not same_objects(last.totals, totals):
             return None
-        rest = [*last.state, *eb.tree.leaves(last.first), numbers]
+        rest = [*last.state, *eb.tree.leaves(last.first), *last.totals, numbers]
         kernels = None
         if isinstance(last.compiled, CompiledGraph):
             arguments = _arguments(last.places, [tensor, grad, *rest])
@@ -276,23 +279,6 @@ def _places(
     return (compiled, found) if len(found) == len(places) and _LENGTH in found else None
 
 
-def is_settled(value: object) -> bool:
-    """Whether code that was made for ``value`` stays valid: it is a constant, or of this library throughout."""
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return True
-    if isinstance(value, (tuple, list)):
-        return all(map(is_settled, value))
-    if isinstance(value, Mapping):
-        return all(map(is_settled, value.values()))
-    if callable(value) and not is_dataclass(value):
-        # A function with the library's cells and globals.
-        return _is_of_library(value) and not getattr(value, "__closure__", None)
-    return (
-        is_dataclass(value)
-        and _is_of_library(type(value))
-        and all(is_settled(getattr(value, one.name)) for one in fields(value))
-    )
-
-
-def _is_of_library(value: object) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] in ("everybit", "everybit_torch")
+def same_objects(these: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether two sequences have the same tensors as objects."""
+    return len(these) == len(others) and all(map(is_, these, others))

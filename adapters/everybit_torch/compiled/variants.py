@@ -32,7 +32,8 @@ from everybit_torch.compiled.compilation import (
     let_length_vary,
     reached_limit,
 )
-from everybit_torch.compiled.direct_calls import DirectCalls, is_settled
+from everybit_torch.compiled.dependencies import variables
+from everybit_torch.compiled.direct_calls import DirectCalls
 from everybit_torch.compiled.traceable_numbers import Factory, fits, is_number, needed_as_numbers, without_values
 from everybit_torch.label_resolution import Decision, applied
 from everybit_torch.streams import is_capturing
@@ -151,6 +152,7 @@ class Variants(Generic[R]):
         self._chosen: dict[_StepKind, _Variant[R] | None] = {}
         self._told: set[str] = set()
         self._told_of_compilation = False
+        self._is_settled = True
         self._level = logging.WARNING if given == "auto" else logging.INFO
 
     def follow(self, arguments: Mapping[str, Any]) -> bool:
@@ -159,16 +161,23 @@ class Variants(Generic[R]):
         self._chosen = {kind: one for kind, one in before.items() if one is not None and one.key == keys[kind]}
         return len(self._chosen) < len(before)
 
+    def call_through_dynamo(self) -> None:
+        """Have torch's guards look at all that code depends on, at every call from here on."""
+        self._is_settled = False
+        for variant in (one for several in self._made.values() for one in several):
+            if isinstance(variant.run, DirectCalls):
+                variant.run = variant.make()
+
     def again(self, inputs: Inputs, numbers: Tensor) -> Callable[[Tensor], object] | None:
         """Return the call of the code that ran last for a segment, if nothing but its gradient and the values of numbers is new.
 
         It takes the gradient; see :meth:`DirectCalls.again`.
         """
         variant = self._chosen.get(inputs.kind())
-        direct = None if variant is None or inputs.totals else variant.run
+        direct = None if variant is None else variant.run
         if not isinstance(direct, DirectCalls):
             return None
-        return direct.again(inputs.segment, inputs.tensors[0], inputs.grads[0], inputs.first, numbers)
+        return direct.again(inputs.segment, inputs.tensors[0], inputs.grads[0], inputs.first, inputs.totals, numbers)
 
     def step(
         self,
@@ -336,7 +345,7 @@ class Variants(Generic[R]):
                 direct.note(compiled, given)
 
         run = compile_step(step, note)
-        is_direct = not returns and is_settled((factory, policy, constants))
+        is_direct = not returns and self._is_settled and variables((factory, policy, constants)) is not None
         direct = DirectCalls(run, began) if is_direct else None
         return run if direct is None else cast(Body[R], direct)
 

@@ -166,7 +166,7 @@ class Parameters:
 
     def __getstate__(self) -> dict[str, Any]:
         # A front end saves the entries of other code in the states.
-        return self.__dict__ | {"states": None, "sources": Sources(), "axes": {}}
+        return self.__dict__ | {"states": None, "axes": {}}
 
     def add_group(self, group: Group) -> None:
         """Add a param group."""

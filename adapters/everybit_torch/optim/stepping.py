@@ -257,10 +257,10 @@ class _ReadyCalls:
     def add(self, task: Task) -> bool:
         """Prepare the call for parameters that are stepped where they lie. False: their code is found at their turn."""
         one, of, segment = task.stepped, task.stepped.of, task.stepped.of.segment
-        if segment.optimizer.reduces or not isinstance(of, (Single, Run)):
+        if not isinstance(of, (Single, Run)):
             return False
-        grad = task.grads[0] if isinstance(of, Single) else task.gather()
-        call = one.steps.again(segment, grad, one.decision, task.due)
+        grad = task.grads[0] if isinstance(of, Single) else task.gather() if task.gathered is None else task.gathered
+        call = one.steps.again(segment, grad, task.totals, one.decision, task.due)
         if call is None:
             return False
         if (before := segment.count.known(segment.state.step)) is not None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 import everybit as eb
 from everybit.protocol import Due, Pending, SumOfSquares, advance, fields_of, periods, transforms_in
+from everybit_torch.compiled import is_of_library
 from everybit_torch.segments.segment import Segment
+from everybit_torch.streams import is_capturing
 
 Form = tuple[object, ...]
 """The classes of a transform and of those inside it, with their choices."""
@@ -42,6 +45,10 @@ class Sources:
         self._found: dict[object, Source] = {}
         self._forms: dict[int, tuple[eb.Optimizer[Any], Form | None]] = {}
         self._in_work: dict[int, tuple[eb.Optimizer[Any], bool]] = {}
+        self._totals: WeakKeyDictionary[Segment, dict[int, Tensor]] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[Sources], tuple[()]]:
+        return Sources, ()  # a copy finds them anew
 
     def _form(self, optimizer: eb.Optimizer[Any]) -> Form | None:
         """A key for transforms with the same requests at every step; None: the requests may change."""
@@ -81,6 +88,22 @@ class Sources:
             known = self._in_work[id(optimizer)] = optimizer, _requests_in_periodic_work(segment)
         return known[1]
 
+    def kept(self, segment: Segment, number: int, total: Tensor) -> Tensor:
+        """Return a total over several segments in memory that is the same at each step, so that code that reads it may run again.
+
+        Args:
+            segment: The first of them.
+            number: How many totals came before it.
+            total: The total.
+        """
+        if is_capturing():
+            return total  # memory of a graph is the graph's
+        held = self._totals.setdefault(segment, {})
+        known = held.get(number)
+        if known is None or (known.dtype, known.device) != (total.dtype, total.device) or known.shape != total.shape:
+            known = held[number] = torch.empty_like(total)  # a total may be a tensor of the state
+        return known.copy_(total)
+
     def note_end(self, segment: Segment, totals: Sequence[Tensor], due: Due) -> None:
         """Note that a transform made no request after these."""
         form = self._form(segment.optimizer)
@@ -94,7 +117,7 @@ def is_fixed(transform: eb.Transform[Any]) -> bool:
 
     One of a user's own may decide by its hyperparameters, its state or a total.
     """
-    return all(is_ours(one) for one in transforms_in(transform) if one.reduces)
+    return all(is_of_library(type(one)) for one in transforms_in(transform) if one.reduces)
 
 
 def _requests_in_periodic_work(segment: Segment) -> bool:
@@ -122,11 +145,6 @@ def form_of(transform: eb.Transform[Any]) -> Form:
 
 def _values(node: Any) -> list[Any]:
     return [getattr(node, field.name) for field in fields_of(node)]
-
-
-def is_ours(transform: object) -> bool:
-    """Whether a transform is of this library."""
-    return type(transform).__module__.partition(".")[0] in ("everybit", "everybit_torch")
 
 
 def _ask(segment: Segment, totals: Sequence[Tensor], due: Due) -> tuple[Pending | None, list[Tensor]]:

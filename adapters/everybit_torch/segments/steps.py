@@ -19,12 +19,15 @@ from everybit_torch.compiled import (
     Factory,
     GradientKind,
     Inputs,
+    Variable,
     Variants,
     can_compile,
     fits,
     is_number,
     may_compile,
+    same_objects,
     tell_of_small_models,
+    variables,
 )
 from everybit_torch.label_resolution import Decision
 from everybit_torch.segments.segment import Segment, step_in_place
@@ -58,12 +61,18 @@ class _Kept(NamedTuple):
     Attributes:
         gradient: The kind of its gradient.
         chosen: What masks and labels said, and the work that is due.
+        totals: The tensors with the totals of requests.
         kernels: Their calls.
     """
 
     gradient: GradientKind
     chosen: tuple[Decision | None, Due]
+    totals: list[Tensor]
     kernels: KernelCalls
+
+
+_OF_CODE = ("_steps", "_finds", "_kept", "_variables", "_in_graphs")
+"""The attributes of compiled code, which no copy has."""
 
 
 class Steps:
@@ -96,10 +105,11 @@ class Steps:
         self._steps: Variants[Metrics | None] = Variants(*given, step_in_place, self._compile)
         self._finds: Variants[Partial | None] = Variants(*given, contribution, self._compile)
         self._kept: WeakKeyDictionary[Segment, _Kept] = WeakKeyDictionary()
+        self._variables = variables(self._factory) or []
         self._in_graphs: list[Tensor] = []  # numbers that captured steps read, and that stay what they are
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name not in ("_steps", "_finds", "_kept", "_in_graphs")}
+        return {name: x for name, x in self.__dict__.items() if name not in _OF_CODE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -113,6 +123,14 @@ class Steps:
             self._kept.clear()
         for device in [*self._numbers]:
             self._fill(device)
+
+    def _look_at_variables(self) -> None:
+        """Call code through torch's guards, once a variable that the factory reads has another value."""
+        if self._variables and not all(map(Variable.holds, self._variables)):
+            self._variables = []
+            self._kept.clear()
+            self._steps.call_through_dynamo()
+            self._finds.call_through_dynamo()
 
     def compiles(self, device: torch.device) -> bool:
         """Whether steps are compiled on a device."""
@@ -168,8 +186,9 @@ class Steps:
 
         if not self._can_compile(segment):
             return uncompiled()
+        self._look_at_variables()
         before = segment.count.known(segment.state.step)
-        measured, again = None, None if totals or metrics else self._kernels(segment, grad, decision, due)
+        measured, again = None, None if metrics else self._kernels(segment, grad, totals, decision, due)
         if again is not None:
             again(grad)
         else:
@@ -193,7 +212,12 @@ class Steps:
         return measured
 
     def again(
-        self, segment: Segment, grad: Tensor, decision: Decision | None = None, due: Due = ()
+        self,
+        segment: Segment,
+        grad: Tensor,
+        totals: Sequence[Tensor] = (),
+        decision: Decision | None = None,
+        due: Due = (),
     ) -> Callable[[Tensor], object] | None:
         """Return the call that steps a segment by the code that ran last for it; None: :meth:`step` has to find code.
 
@@ -202,12 +226,14 @@ class Steps:
         Args:
             segment: The segment.
             grad: The gradient: as many elements as the tensor has, in any shape.
+            totals: The totals of the transform's requests, in order.
             decision: The results of masks and labels for the segment.
             due: The periodic work that is due.
         """
         if segment.host is not None:
             return None
-        kernels = self._kernels(segment, grad, decision, due)
+        self._look_at_variables()
+        kernels = self._kernels(segment, grad, totals, decision, due)
         if kernels is not None:
             return kernels
         if segment.tensor.ndim != 1 or not self.compiles(segment.tensor.device):
@@ -215,21 +241,24 @@ class Steps:
         if not grad.is_contiguous():
             return None  # a copy is made at its turn, so that one is there at a time
         vector = grad if grad.ndim == 1 else grad.view(-1)
-        return self._learned(segment, self._inputs(segment, vector, (), decision, due, metrics=False))
+        return self._learned(segment, self._inputs(segment, vector, totals, decision, due, metrics=False))
 
-    def _kernels(self, segment: Segment, grad: Tensor, decision: Decision | None, due: Due) -> KernelCalls | None:
+    def _kernels(
+        self, segment: Segment, grad: Tensor, totals: Sequence[Tensor], decision: Decision | None, due: Due
+    ) -> KernelCalls | None:
         """The kernels that stepped a segment last, if only its gradient is another."""
         kept = self._kept.get(segment)
         if kept is None or kept.gradient.tensor is not segment.tensor or kept.chosen != (decision, due):
             return None
-        return kept.kernels if kept.gradient.fits(grad) and kept.kernels.accepts(grad) else None
+        fits = same_objects(kept.totals, totals) and kept.gradient.fits(grad) and kept.kernels.accepts(grad)
+        return kept.kernels if fits else None
 
     def _learned(self, segment: Segment, inputs: Inputs) -> Callable[[Tensor], object] | None:
         """The call of the code that ran last for a segment; kernels are kept for the steps to come."""
         again = self._steps.again(inputs, self._numbers_on(segment.tensor.device))
         if isinstance(again, KernelCalls):
             gradient = GradientKind.of(segment.tensor, inputs.grads[0].dtype)
-            self._kept[segment] = _Kept(gradient, (inputs.decision, inputs.due), again)
+            self._kept[segment] = _Kept(gradient, (inputs.decision, inputs.due), inputs.totals, again)
         return again
 
     def find(
@@ -248,6 +277,7 @@ class Steps:
 
         if segment.host is not None or not self._can_compile(segment) or segment.is_whole:
             return uncompiled()  # code would be made for each shape
+        self._look_at_variables()
         inputs = self._inputs(segment, grad, totals, decision, due)
         return self._finds.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)
 

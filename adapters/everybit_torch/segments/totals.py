@@ -11,7 +11,7 @@ their contributions are added up over its mesh, for that segment alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,14 +141,15 @@ def find_totals(
     if not work[0].segment.optimizer.reduces:
         return totals
     sources = Sources() if sources is None else sources
-    found = [_contribution(one, (), find, sources) for one in work]
+    scratch = _scratch_for(work)
+    found = [_contribution(one, (), find, sources, scratch) for one in work]
     while any(part is not None for part in found):
         each = [number for number, part in enumerate(found) if part is not None and part.each]
         if each:
             for number, total in zip(each, _of_each([(work[n].axis, found[n]) for n in each]), strict=True):
                 totals[number].append(total)
             for number in each:
-                found[number] = _contribution(work[number], totals[number], find, sources)
+                found[number] = _contribution(work[number], totals[number], find, sources, scratch)
             continue
         kinds = {None if part is None else part.kind for part in found}
         if len(kinds) > 1:
@@ -156,14 +157,30 @@ def find_totals(
                 f"{work[0].segment.optimizer.transform}: makes different requests for different parameters; accepted is a transform whose"
                 " requests go over all of its parameters."
             )
-        total = _of_all([(one.axis, part) for one, part in zip(work, found, strict=True)])
+        total = sources.kept(
+            work[0].segment, len(totals[0]), _of_all([(one.axis, part) for one, part in zip(work, found, strict=True)])
+        )
         for own in totals:
             own.append(total)
-        found = [_contribution(one, own, find, sources) for one, own in zip(work, totals, strict=True)]
+        found = [_contribution(one, own, find, sources, scratch) for one, own in zip(work, totals, strict=True)]
     return totals
 
 
-def _contribution(one: Work, totals: Sequence[Tensor], find: Find, sources: Sources) -> Partial | None:
+def _scratch_for(work: Sequence[Work]) -> dict[torch.device, Tensor | None]:
+    """Memory in which all gradients of a device are widened, one after the other."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for one in work:
+        by_device.setdefault(one.grad.device, []).append(one.grad)
+    return {device: scratch_for(grads) for device, grads in by_device.items()}
+
+
+def _contribution(
+    one: Work,
+    totals: Sequence[Tensor],
+    find: Find,
+    sources: Sources,
+    scratch: Mapping[torch.device, Tensor | None],
+) -> Partial | None:
     """A segment's contribution to the first request that ``totals`` leave open, or None."""
     segment, grad, due, counts, _ = one
     source, wide = sources.of(segment, totals, due), DTYPES[segment.stored.policy.compute]
@@ -172,7 +189,7 @@ def _contribution(one: Work, totals: Sequence[Tensor], find: Find, sources: Sour
     # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
     if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
         own = grad if counts else grad[:0]
-        return Partial("sum", sum_of_squares(own, scratch_for([own])), torch.float64)
+        return Partial("sum", sum_of_squares(own, scratch[own.device]), torch.float64)
     here = [x if x.device == grad.device else x.to(grad.device) for x in totals]
     part = find(segment, grad, here, due)
     if part is None:
@@ -184,13 +201,16 @@ def _contribution(one: Work, totals: Sequence[Tensor], find: Find, sources: Sour
 
 def _of_all(found: Sequence[tuple[eb.Axis, Partial | None]]) -> Tensor:
     """The total of the contributions to one request: over the segments of each axis, over its processes, and over all axes."""
-    here: dict[int, tuple[eb.Axis, Partial]] = {}
+    here: dict[int, tuple[eb.Axis, list[Partial]]] = {}
     for axis, part in found:
         assert part is not None
-        here[id(axis)] = axis, here[id(axis)][1].with_other(part) if id(axis) in here else part
+        here.setdefault(id(axis), (axis, []))[1].append(part)
     whole: Partial | None = None
-    for axis, part in here.values():
-        reduced = Partial(part.kind, _reduced(axis, part.kind, part.value.double()), part.dtype)
+    for axis, parts in here.values():
+        kind, like = parts[0].kind, parts[0].value
+        values = [part.value.to(like.device, torch.float64) for part in parts]
+        several = values[0] if len(values) == 1 else _over(kind, torch.stack(values))
+        reduced = Partial(kind, _reduced(axis, kind, several), parts[0].dtype)
         whole = reduced if whole is None else whole.with_other(reduced)
     assert whole is not None
     return whole.value.to(whole.dtype)
@@ -213,3 +233,7 @@ def _of_each(found: Sequence[tuple[eb.Axis, Partial | None]]) -> list[Tensor]:
 
 def _reduced(axis: eb.Axis, kind: Kind, value: Tensor) -> Tensor:
     return axis.sum(value) if kind == "sum" else axis.max(value)
+
+
+def _over(kind: Kind, values: Tensor) -> Tensor:
+    return values.sum(0) if kind == "sum" else values.amax(0)

@@ -235,8 +235,9 @@ def test_code_depends_on_what_functions_read() -> None:
     assert names(lambda rate, mask=lambda path, p: p.ndim > 1: eb.adamw(rate, mask=mask)) == ["eb"]
     refused: list[object] = [
         stepped, Scaled(), Scaled().__call__, eb.Policy(momentum=OwnFormat("bfloat16")), {"options": object()},
-        lambda rate: eb.sgd(rate, momentum=several[0]), lambda rate: eb.sgd(rate, momentum=BETAS[0]), lambda rate: eb.sgd(rate * torch.ones(())),
-        lambda rate: eb.sgd(rate, momentum=float(input())), lambda rate: __import__("everybit").sgd(rate), functools.partial(eb.adamw, mask=Scaled()),
+        functools.partial(eb.adamw, mask=Scaled()), lambda rate: eb.sgd(rate, momentum=several[0]),
+        lambda rate: eb.sgd(rate, momentum=BETAS[0]), lambda rate: eb.sgd(rate, momentum=float(input())),
+        lambda rate: eb.sgd(rate * torch.ones(())), lambda rate: __import__("everybit").sgd(rate),
     ]  # fmt: skip
     assert [names(one) for one in refused] == [None] * len(refused)
 

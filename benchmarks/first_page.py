@@ -113,6 +113,21 @@ def policies_table() -> str:
     return table(["", *(f"{model}, {width}" for model in LONG for width, _ in results)], rows)
 
 
+def clipped_table() -> str:
+    """Return the table of a step with a clip in ``docs/speed.md``."""
+    name = "torch-step-clipped-cpu.json"
+    of = _ratios(name)
+    rows = [
+        [
+            model,
+            f"{of[model, 'FP32']['torch']:.2f}",
+            *(f"{of[model, one]['ratio']:.2f}" for one in ("FP32", "LEAN_BF16")),
+        ]
+        for model in dict.fromkeys(model for model, _ in of)
+    ]
+    return table(["", "torch, ms", "`FP32`", "`LEAN_BF16`"], rows) + origin(_read(name)["machine"])
+
+
 def objects_table() -> str:
     """Return the table of live objects on the page of FSDP2."""
     return live_objects.table(_read("live-objects.json"))
@@ -140,6 +155,7 @@ BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
     (README, "peers"): peers_table,
     (SPEED, "step"): step_table,
     (SPEED, "policies"): policies_table,
+    (SPEED, "clipped"): clipped_table,
     (FSDP2, "live objects"): objects_table,
     (COMPARE, "demo"): demo_table,
 }

@@ -3,6 +3,9 @@
     python benchmarks/torch_step.py --threads 2 --out benchmarks/results/torch-step-cpu.json
     TORCHINDUCTOR_CPP_MARCH=haswell ATEN_CPU_CAPABILITY=avx2 python benchmarks/torch_step.py --threads 2 --simdlen 256 \
         --out benchmarks/results/torch-step-cpu-avx2.json                    # as on a processor with AVX2
+    python benchmarks/torch_step.py --threads 2 --clipped --out benchmarks/results/torch-step-clipped-cpu.json
+
+With ``--clipped`` both clip the norm of all gradients: torch by ``clip_grad_norm_`` before its step, ours in the transform.
 
 Both step in one process, in an order that is drawn anew each time, and the medians are compared. What a step of the other has left in the
 caches is then the same for both.
@@ -16,12 +19,15 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import everybit as eb
-from everybit_torch import AdamW
+from everybit_torch import AdamW, TorchOptimizer
 from machine import describe
 
 Shapes = list[tuple[int, ...]]
@@ -48,14 +54,25 @@ POLICIES = ("FP32", "LEAN_BF16", "EXACT_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOO
 LONG = ("a Llama layer / 4", "20M in one tensor")
 
 
-def measured(shapes: Shapes, policy: eb.Policy, steps: int, *, compile: bool = True) -> dict[str, float]:
+CLIP = 1.0
+
+
+def clipped(learning_rate: float) -> eb.Transform[Any]:
+    """AdamW behind a clip."""
+    return eb.chain(eb.clip_by_global_norm(CLIP), eb.adamw(learning_rate))
+
+
+def measured(
+    shapes: Shapes, policy: eb.Policy, steps: int, *, compile: bool = True, clips: bool = False
+) -> dict[str, float]:
     """Milliseconds of a step of both, the ratio, and seconds of our first step."""
     dtype = torch.float32 if policy is eb.policies.FP32 else torch.bfloat16
     theirs, ours = ([torch.nn.Parameter((torch.randn(s) * 0.02).to(d)) for s in shapes] for d in (torch.float32, dtype))
     for parameter in (*theirs, *ours):
         parameter.grad = torch.full_like(parameter, 0.01)
     fused = torch.optim.AdamW(theirs, fused=True)
-    everybit = AdamW(ours, policy=policy, compile=compile)
+    made: Callable[..., TorchOptimizer] = partial(TorchOptimizer, factory=clipped) if clips else AdamW
+    everybit = made(ours, lr=1e-3, policy=policy, compile=compile)
     started = time.perf_counter()
     everybit.step()
     first = time.perf_counter() - started
@@ -63,6 +80,8 @@ def measured(shapes: Shapes, policy: eb.Policy, steps: int, *, compile: bool = T
     for number in range(steps + 5):
         for optimizer in random.sample(list(times), 2):
             started = time.perf_counter()
+            if clips and optimizer is fused:
+                torch.nn.utils.clip_grad_norm_(theirs, CLIP)
             optimizer.step()  # type: ignore[attr-defined]
             if number >= 5:
                 times[optimizer].append(1e3 * (time.perf_counter() - started))
@@ -76,6 +95,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--uncompiled", action="store_true")
+    parser.add_argument("--clipped", action="store_true")
     parser.add_argument("--simdlen", type=int)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -84,8 +104,9 @@ def main() -> None:
         importlib.import_module("torch._inductor.config").cpp.simdlen = given.simdlen
     rows = []
     for name, shapes in MODELS.items():
-        for policy in POLICIES if name in LONG else POLICIES[:2]:
-            row = measured(shapes, eb.policies.PRESETS[policy], given.steps, compile=not given.uncompiled)
+        for policy in POLICIES if name in LONG and not given.clipped else POLICIES[:2]:
+            chosen = eb.policies.PRESETS[policy]
+            row = measured(shapes, chosen, given.steps, compile=not given.uncompiled, clips=given.clipped)
             print(
                 f"{name}, {policy}: {row['ratio']:.2f} of {row['torch']:.2f} ms, first step {row['first']:.1f} s",
                 flush=True,

@@ -11,7 +11,7 @@ their contributions are added up over its mesh, for that segment alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,15 +141,15 @@ def find_totals(
     if not work[0].segment.optimizer.reduces:
         return totals
     sources = Sources() if sources is None else sources
-    scratch = _scratch_for(work)
-    found = [_contribution(one, (), find, sources, scratch) for one in work]
+    found = _contributions(work, totals, find, sources)
     while any(part is not None for part in found):
         each = [number for number, part in enumerate(found) if part is not None and part.each]
         if each:
             for number, total in zip(each, _of_each([(work[n].axis, found[n]) for n in each]), strict=True):
                 totals[number].append(total)
-            for number in each:
-                found[number] = _contribution(work[number], totals[number], find, sources, scratch)
+            further = _contributions([work[n] for n in each], [totals[n] for n in each], find, sources)
+            for number, part in zip(each, further, strict=True):
+                found[number] = part
             continue
         kinds = {None if part is None else part.kind for part in found}
         if len(kinds) > 1:
@@ -162,34 +162,49 @@ def find_totals(
         )
         for own in totals:
             own.append(total)
-        found = [_contribution(one, own, find, sources, scratch) for one, own in zip(work, totals, strict=True)]
+        found = _contributions(work, totals, find, sources)
     return totals
 
 
-def _scratch_for(work: Sequence[Work]) -> dict[torch.device, Tensor | None]:
-    """Memory in which all gradients of a device are widened, one after the other."""
+def _contributions(
+    work: Sequence[Work], totals: Sequence[Sequence[Tensor]], find: Find, sources: Sources
+) -> list[Partial | None]:
+    """The contribution of each segment to the first request that its totals leave open, or None."""
+    asked = [sources.of(one.segment, own, one.due) for one, own in zip(work, totals, strict=True)]
+    # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
+    squared = [
+        number
+        for number, (one, source) in enumerate(zip(work, asked, strict=True))
+        if source.pending and source.gradient_norm and not _is_too_wide(one)
+    ]
+    norms = dict(zip(squared, _squares([work[number] for number in squared]), strict=True))
+    return [
+        Partial("sum", norms[number], torch.float64)
+        if number in norms
+        else _contribution(one, own, find, sources)
+        if source.pending
+        else None
+        for number, (one, own, source) in enumerate(zip(work, totals, asked, strict=True))
+    ]
+
+
+def _is_too_wide(one: Work) -> bool:
+    wide = DTYPES[one.segment.stored.policy.compute]
+    return torch.promote_types(one.grad.dtype, wide) is not wide
+
+
+def _squares(work: Sequence[Work]) -> list[Tensor]:
+    """The sum of the squares of each gradient, without work of Python between them, which is slow behind a long one."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for one in work:
         by_device.setdefault(one.grad.device, []).append(one.grad)
-    return {device: scratch_for(grads) for device, grads in by_device.items()}
+    scratch = {device: scratch_for(grads) for device, grads in by_device.items()}
+    return [sum_of_squares(one.grad if one.counts else one.grad[:0], scratch[one.grad.device]) for one in work]
 
 
-def _contribution(
-    one: Work,
-    totals: Sequence[Tensor],
-    find: Find,
-    sources: Sources,
-    scratch: Mapping[torch.device, Tensor | None],
-) -> Partial | None:
-    """A segment's contribution to the first request that ``totals`` leave open, or None."""
+def _contribution(one: Work, totals: Sequence[Tensor], find: Find, sources: Sources) -> Partial | None:
+    """A segment's contribution, found by a run of the transform."""
     segment, grad, due, counts, _ = one
-    source, wide = sources.of(segment, totals, due), DTYPES[segment.stored.policy.compute]
-    if not source.pending:
-        return None
-    # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
-    if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
-        own = grad if counts else grad[:0]
-        return Partial("sum", sum_of_squares(own, scratch[own.device]), torch.float64)
     here = [x if x.device == grad.device else x.to(grad.device) for x in totals]
     part = find(segment, grad, here, due)
     if part is None:

@@ -154,8 +154,8 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 
 
 def _squares(x: Tensor, scratch: Tensor | None = None) -> Tensor:
-    flat, sums = x.reshape(-1), list[Tensor]()
-    for part in torch.split(flat, _chunk(x)):
+    flat, size, sums = x.reshape(-1), _chunk(x), list[Tensor]()
+    for part in (flat,) if flat.numel() <= size else torch.split(flat, size):
         # A copy of float64, too: some libraries add up in an order that depends on the address.
         shared = None if part.dtype is torch.float64 else scratch
         wide = part.to(torch.float64, copy=True) if shared is None else shared[: part.numel()].copy_(part)

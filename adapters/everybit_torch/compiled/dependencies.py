@@ -116,6 +116,8 @@ class _Dependencies:
                 return self.reads((value.__self__, value.__func__), is_kept=is_kept)
             case ModuleType():
                 return value is math or value.__name__.partition(".")[0] in _PACKAGES
+            case _:
+                pass
         if is_dataclass(value) and not isinstance(value, type):
             held = [getattr(value, one.name) for one in fields(value)]
             return is_of_library(type(value)) and all(self.reads(one, is_kept=is_kept) for one in held)

@@ -54,12 +54,13 @@ def stepped(
     compile: bool,
     policy: eb.Policy = LEAN,
     factory: Callable[..., Any] = eb.adamw,
+    **hyperparameters: Any,
 ) -> list[Tensor]:
     """Everything stored after five steps of a parameter."""
     generator = torch.Generator().manual_seed(7)
     dtype = torch.float32 if policy is FP32 else torch.bfloat16
     parameter = nn.Parameter(torch.randn(50, generator=generator).to(dtype))
-    optimizer = TorchOptimizer([parameter], factory, lr=1e-2, policy=policy, compile=compile)
+    optimizer = TorchOptimizer([parameter], factory, lr=1e-2, policy=policy, compile=compile, **hyperparameters)
     for step in range(5):
         optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
         parameter.grad = gradient(step, parameter)
@@ -193,7 +194,7 @@ def clipped(learning_rate: Any) -> eb.Transform[Any]:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("changed", ["global", "cell"])
+@pytest.mark.parametrize("changed", ["global", "cell", "global of a schedule"])
 def test_a_function_of_the_users_is_called_directly_until_a_variable_of_it_changes(
     changed: str, through_dynamo: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,10 +210,13 @@ def test_a_function_of_the_users_is_called_directly_until_a_variable_of_it_chang
             if step == 3:
                 nonlocal decay
                 decay = 0.5 if changed == "cell" else decay
-                monkeypatch.setitem(globals(), "LIMIT", 0.01 if changed == "global" else LIMIT)
+                monkeypatch.setitem(globals(), "LIMIT", LIMIT if changed == "cell" else 0.01)
             return random_like(step, parameter)
 
-        found.append(stepped(gradient, compile=compile, factory=factory))
+        if changed == "global of a schedule":
+            found.append(stepped(gradient, compile=compile, weight_decay=lambda step: LIMIT / (step + 1)))
+        else:
+            found.append(stepped(gradient, compile=compile, factory=factory))
     assert same_bits(*found)
     assert through_dynamo == [0], "three steps by direct calls, and none later"
 

@@ -25,30 +25,14 @@ import torch
 
 _PACKAGES = ("everybit", "everybit_torch")
 
-_BUILTINS = frozenset(
-    [
-        "abs",
-        "bool",
-        "dict",
-        "enumerate",
-        "float",
-        "int",
-        "len",
-        "list",
-        "max",
-        "min",
-        "pow",
-        "range",
-        "round",
-        "tuple",
-        "zip",
-    ]
-)
+_BUILTINS = {
+    "abs", "bool", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "pow", "range", "round", "tuple", "zip",
+}  # fmt: skip
 """Built-in functions that read nothing but their arguments."""
 
-_DOES_MORE = frozenset(
-    ["DELETE_ATTR", "DELETE_GLOBAL", "IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "STORE_ATTR", "STORE_GLOBAL"]
-)
+_DOES_MORE = {
+    "DELETE_ATTR", "DELETE_GLOBAL", "IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "STORE_ATTR", "STORE_GLOBAL",
+}  # fmt: skip
 """Instructions of functions that are not followed."""
 
 _MISSING = object()

@@ -32,7 +32,7 @@ from everybit_torch.compiled.compilation import (
     let_length_vary,
     reached_limit,
 )
-from everybit_torch.compiled.dependencies import variables
+from everybit_torch.compiled.dependencies import Variable, variables
 from everybit_torch.compiled.direct_calls import DirectCalls
 from everybit_torch.compiled.traceable_numbers import Factory, fits, is_number, needed_as_numbers, without_values
 from everybit_torch.label_resolution import Decision, applied
@@ -153,6 +153,7 @@ class Variants(Generic[R]):
         self._told: set[str] = set()
         self._told_of_compilation = False
         self._is_settled = True
+        self._variables: list[Variable] = []  # on which direct calls depend
         self._level = logging.WARNING if given == "auto" else logging.INFO
 
     def follow(self, arguments: Mapping[str, Any]) -> bool:
@@ -161,12 +162,16 @@ class Variants(Generic[R]):
         self._chosen = {kind: one for kind, one in before.items() if one is not None and one.key == keys[kind]}
         return len(self._chosen) < len(before)
 
-    def call_through_dynamo(self) -> None:
-        """Have torch's guards look at all that code depends on, at every call from here on."""
+    def look_at_variables(self) -> bool:
+        """Whether a variable that code depends on has another value. Torch's guards then look at it at every call from here on."""
+        if not self._variables or all(map(Variable.holds, self._variables)):
+            return False
         self._is_settled = False
+        self._variables.clear()
         for variant in (one for several in self._made.values() for one in several):
             if isinstance(variant.run, DirectCalls):
                 variant.run = variant.make()
+        return True
 
     def again(self, inputs: Inputs, numbers: Tensor) -> Callable[[Tensor], object] | None:
         """Return the call of the code that ran last for a segment, if nothing but its gradient and the values of numbers is new.
@@ -345,8 +350,9 @@ class Variants(Generic[R]):
                 direct.note(compiled, given)
 
         run = compile_step(step, note)
-        is_direct = not returns and self._is_settled and variables((factory, policy, constants)) is not None
-        direct = DirectCalls(run, began) if is_direct else None
+        read = variables((factory, policy, constants)) if self._is_settled and not returns else None
+        self._variables += read or []
+        direct = None if read is None else DirectCalls(run, began)
         return run if direct is None else cast(Body[R], direct)
 
     def _tell_of_compilation(self, inputs: Inputs, seconds: float) -> None:

@@ -19,7 +19,6 @@ from everybit_torch.compiled import (
     Factory,
     GradientKind,
     Inputs,
-    Variable,
     Variants,
     can_compile,
     fits,
@@ -27,7 +26,6 @@ from everybit_torch.compiled import (
     may_compile,
     same_objects,
     tell_of_small_models,
-    variables,
 )
 from everybit_torch.label_resolution import Decision
 from everybit_torch.segments.segment import Segment, step_in_place
@@ -71,10 +69,6 @@ class _Kept(NamedTuple):
     kernels: KernelCalls
 
 
-_OF_CODE = ("_steps", "_finds", "_kept", "_variables", "_in_graphs")
-"""The attributes of compiled code, which no copy has."""
-
-
 class Steps:
     """The steps of a factory's optimizer under one policy, with its present hyperparameters.
 
@@ -105,11 +99,10 @@ class Steps:
         self._steps: Variants[Metrics | None] = Variants(*given, step_in_place, self._compile)
         self._finds: Variants[Partial | None] = Variants(*given, contribution, self._compile)
         self._kept: WeakKeyDictionary[Segment, _Kept] = WeakKeyDictionary()
-        self._variables = variables(self._factory) or []
         self._in_graphs: list[Tensor] = []  # numbers that captured steps read, and that stay what they are
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name not in _OF_CODE}
+        return {name: x for name, x in self.__dict__.items() if name not in ("_steps", "_finds", "_kept", "_in_graphs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -123,14 +116,6 @@ class Steps:
             self._kept.clear()
         for device in [*self._numbers]:
             self._fill(device)
-
-    def _look_at_variables(self) -> None:
-        """Call code through torch's guards, once a variable that the factory reads has another value."""
-        if self._variables and not all(map(Variable.holds, self._variables)):
-            self._variables = []
-            self._kept.clear()
-            self._steps.call_through_dynamo()
-            self._finds.call_through_dynamo()
 
     def compiles(self, device: torch.device) -> bool:
         """Whether steps are compiled on a device."""
@@ -186,7 +171,6 @@ class Steps:
 
         if not self._can_compile(segment):
             return uncompiled()
-        self._look_at_variables()
         before = segment.count.known(segment.state.step)
         measured, again = None, None if metrics else self._kernels(segment, grad, totals, decision, due)
         if again is not None:
@@ -232,7 +216,6 @@ class Steps:
         """
         if segment.host is not None:
             return None
-        self._look_at_variables()
         kernels = self._kernels(segment, grad, totals, decision, due)
         if kernels is not None:
             return kernels
@@ -247,6 +230,8 @@ class Steps:
         self, segment: Segment, grad: Tensor, totals: Sequence[Tensor], decision: Decision | None, due: Due
     ) -> KernelCalls | None:
         """The kernels that stepped a segment last, if only its gradient is another."""
+        if self._steps.look_at_variables():
+            self._kept.clear()
         kept = self._kept.get(segment)
         if kept is None or kept.gradient.tensor is not segment.tensor or kept.chosen != (decision, due):
             return None
@@ -277,7 +262,6 @@ class Steps:
 
         if segment.host is not None or not self._can_compile(segment) or segment.is_whole:
             return uncompiled()  # code would be made for each shape
-        self._look_at_variables()
         inputs = self._inputs(segment, grad, totals, decision, due)
         return self._finds.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)
 

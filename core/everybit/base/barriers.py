@@ -84,12 +84,12 @@ def scratch_for(tensors: Sequence[Tensor]) -> Tensor | None:
 def sqrt(x: Tensor) -> Tensor:
     """The square root, element by element; correctly rounded below float64, and the same eager and compiled.
 
-    Eager torch takes it from a library that on some processors is wrong in the last bit for a percent of all numbers (MKL's vector
-    mathematics, measured on a Xeon with AVX-512); compiled code uses the processor's instruction, which is exact. Rounding the float64
-    root to float32 is exact too: no root of a float32 lies within 2**-51 of a half-way case (of 25 bits, its square would have 50), and
-    the float64 root is wrong by less than 2**-51.4. Of one float64 number the root is exact as well: the library is not asked for
-    roots of complex numbers. For tensors of float64 compiled code calls the library. (A graph that is traced and then run by eager
-    torch, ``backend="eager"``, has the library's roots.)
+    Eager torch takes it from a library that on some processors is wrong in the last bit (MKL's vector mathematics: for half a percent of
+    all float32 numbers on a Xeon with AVX-512, and one percent of float64 numbers on an EPYC); compiled code uses the processor's
+    instruction, which is exact. Rounding the float64 root to float32 is exact too: no root of a float32 lies within 2**-51 of a half-way
+    case (of 25 bits, its square would have 50), and the float64 root is wrong by less than 2**-51.4. Of one float64 number the root is
+    exact as well: the library is not asked for roots of complex numbers. For tensors of float64 compiled code calls the library. (A
+    graph that is traced and then run by eager torch, ``backend="eager"``, has the library's roots.)
     """
     by_library = x.dtype is torch.float64 and x.ndim > 0 and x.is_cpu
     if torch.compiler.is_compiling():

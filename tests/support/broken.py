@@ -111,7 +111,7 @@ FAULTS: tuple[Fault, ...] = (
         ("segment.py", "write(self.shared(), part.shared())", "pass", "segments/test_segments.py"),
         ("segment.py", "if not torch.compiler.is_compiling():  # one of a trace", "if True:  # one of a trace", "torch/test_compiling.py::user_compiles"),
         ("totals.py", 'torch.maximum(value, added)', "value + added", "torch/test_totals.py"),
-        ("totals.py", "sum_of_squares(one.grad if one.counts else one.grad[:0],", "sum_of_squares(one.grad,", "sharded/test_placements.py"),
+        ("totals.py", "work[number].grad if work[number].counts else work[number].grad[:0]", "work[number].grad", "sharded/test_placements.py"),
         ("short.py", "self._starts.append(-(-end // block) * block)", "self._starts.append(end)", "torch/test_blocks_of_elements.py"),
         ("contiguous.py", "has_indices = optimizer.draws_bits or block > 1", "has_indices = False", "sharded/test_random_programs.py"),
         ("steps.py", "if self._steps.follow(arguments):\n            self._kept.clear()", "self._steps.follow(arguments)", "torch/test_kernel_calls.py"),

@@ -276,18 +276,21 @@ def test_transforms_of_the_library_ask_for_the_same_reductions_at_every_step(nam
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_squares_in_one_memory_have_the_bits_of_squares_in_new_memory(dtype: torch.dtype) -> None:
+def test_squares_of_several_tensors_are_those_of_one_vector_of_them(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
-    long = torch.randn(2 * barriers.CHUNK + 17, generator=generator).to(dtype)
-    tensors = [long, long[:5], long[:0]]
-    scratch = barriers.scratch_for(tensors)
-    assert (scratch is None) == (dtype is torch.float64)
-    for x in tensors:
-        expected = barriers.sum_of_squares(x)
-        assert torch.equal(barriers.sum_of_squares(x, scratch), expected)
-        exact = math.fsum(x.double().square().tolist())
+    long = torch.randn(3 * barriers.CHUNK + 17, generator=generator).to(dtype)
+    edges = [0, 5, 5, 9, barriers.CHUNK, barriers.CHUNK + 40_000, 2 * barriers.CHUNK + 8, long.numel()]
+    for first, last in ((0, 1), (0, 3), (2, 5), (4, 5), (0, len(edges) - 1), (1, 2)):
+        tensors = [long[a:b] for a, b in itertools.pairwise(edges[first : last + 1])]
+        whole = long[edges[first] : edges[last]]
+        found = barriers.sum_of_all_squares(tensors)
+        assert torch.equal(found, barriers.sum_of_squares(whole))
+        exact = math.fsum(whole.double().square().tolist())
         # n additions of float64, all positive, each wrong by 2**-53 at most.
-        assert expected.item() == pytest.approx(exact, rel=len(x) * 2.0**-53, abs=0.0)
+        assert found.item() == pytest.approx(exact, rel=len(whole) * 2.0**-53, abs=0.0)
+    if dtype is torch.float32:
+        compiled = torch.compile(barriers.sum_of_all_squares, fullgraph=True)  # as in a step that a user compiles
+        assert torch.equal(compiled([long, long[:9]]), barriers.sum_of_all_squares([long, long[:9]]))
 
 
 @pytest.mark.parametrize("policy", [pytest.param(LEAN, marks=pytest.mark.exhaustive), FP32], ids=["LEAN", "FP32"])

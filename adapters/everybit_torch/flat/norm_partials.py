@@ -8,8 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from everybit.base import sum_of_squares
-from everybit.base.barriers import scratch_for
+from everybit.base import sum_of_all_squares
 from everybit_torch import notices
 from everybit_torch.compiled import DeclinedError, DirectFunction, cause, has_compiler
 
@@ -34,13 +33,14 @@ class Squares:
         Args:
             gradients: 1-d, of any floating dtypes and devices.
         """
-        found = [self._in_one_pass(gradient) for gradient in gradients]
-        left = [gradient for gradient, own in zip(gradients, found, strict=True) if own is None]
-        scratch = scratch_for(left) if len({x.device for x in left}) == 1 else None
-        sums = [
-            sum_of_squares(gradient, scratch) if own is None else own
-            for gradient, own in zip(gradients, found, strict=True)
-        ]
+        sums, left = list[Tensor](), dict[torch.device, list[Tensor]]()
+        for gradient in gradients:
+            own = self._in_one_pass(gradient)
+            if own is None:
+                left.setdefault(gradient.device, []).append(gradient)
+            else:
+                sums.append(own)
+        sums += [sum_of_all_squares(several) for several in left.values()]
         if not sums:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return reduce(torch.add, [own.to(self._device) for own in sums])

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import DTYPES, FirstElement, sum_of_squares
-from everybit.base.barriers import scratch_for
+from everybit.base import DTYPES, FirstElement, sum_of_all_squares
 from everybit.protocol import Due
 from everybit.protocol.requests import Kind
 from everybit.stepping import OptimizerState
@@ -177,13 +176,9 @@ def _contributions(
         for number, (one, source) in enumerate(zip(work, asked, strict=True))
         if source.pending and source.gradient_norm and not _is_too_wide(one)
     ]
-    norms = dict(zip(squared, _squares([work[number] for number in squared]), strict=True))
+    norms = _squares(work, squared)
     return [
-        Partial("sum", norms[number], torch.float64)
-        if number in norms
-        else _contribution(one, own, find, sources)
-        if source.pending
-        else None
+        norms[number] if number in norms else _contribution(one, own, find, sources) if source.pending else None
         for number, (one, own, source) in enumerate(zip(work, totals, asked, strict=True))
     ]
 
@@ -193,13 +188,16 @@ def _is_too_wide(one: Work) -> bool:
     return torch.promote_types(one.grad.dtype, wide) is not wide
 
 
-def _squares(work: Sequence[Work]) -> list[Tensor]:
-    """The sum of the squares of each gradient, without work of Python between them, which is slow behind a long one."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for one in work:
-        by_device.setdefault(one.grad.device, []).append(one.grad)
-    scratch = {device: scratch_for(grads) for device, grads in by_device.items()}
-    return [sum_of_squares(one.grad if one.counts else one.grad[:0], scratch[one.grad.device]) for one in work]
+def _squares(work: Sequence[Work], numbers: Sequence[int]) -> dict[int, Partial]:
+    """The squares of the gradients of some segments: segments of one axis and device have one part, the sum over all of them."""
+    together: dict[tuple[int, torch.device], list[int]] = {}
+    for number in numbers:
+        together.setdefault((id(work[number].axis), work[number].grad.device), []).append(number)
+    found: dict[int, Partial] = {}
+    for several in together.values():
+        grads = [work[number].grad if work[number].counts else work[number].grad[:0] for number in several]
+        found |= dict.fromkeys(several, Partial("sum", sum_of_all_squares(grads), torch.float64))
+    return found
 
 
 def _contribution(one: Work, totals: Sequence[Tensor], find: Find, sources: Sources) -> Partial | None:
@@ -215,13 +213,17 @@ def _contribution(one: Work, totals: Sequence[Tensor], find: Find, sources: Sour
 
 
 def _of_all(found: Sequence[tuple[eb.Axis, Partial | None]]) -> Tensor:
-    """The total of the contributions to one request: over the segments of each axis, over its processes, and over all axes."""
-    here: dict[int, tuple[eb.Axis, list[Partial]]] = {}
+    """The total of the contributions to one request: over the segments of each axis, over its processes, and over all axes.
+
+    A contribution that several segments have together counts once.
+    """
+    here: dict[int, tuple[eb.Axis, dict[int, Partial]]] = {}
     for axis, part in found:
         assert part is not None
-        here.setdefault(id(axis), (axis, []))[1].append(part)
+        here.setdefault(id(axis), (axis, {}))[1][id(part)] = part
     whole: Partial | None = None
-    for axis, parts in here.values():
+    for axis, of_axis in here.values():
+        parts = [*of_axis.values()]
         kind, like = parts[0].kind, parts[0].value
         values = [part.value.to(like.device, torch.float64) for part in parts]
         several = values[0] if len(values) == 1 else _over(kind, torch.stack(values))

@@ -1,7 +1,9 @@
 """Trees, dtypes, scalars, rounding and random bits: what every other room is made of."""
 
 from everybit.base import tree
-from everybit.base.barriers import atan, bias_correction, cos, exp, log, materialize, mean, sqrt, sum_of_squares
+from everybit.base.barriers import (
+    atan, bias_correction, cos, exp, log, materialize, mean, sqrt, sum_of_all_squares, sum_of_squares,
+)  # fmt: skip
 from everybit.base.blocks import Blocks, FirstElement, Scattered, first_of_whole, without_gaps
 from everybit.base.dtypes import (
     COMPUTE_DTYPES, DTYPES, FLOAT_DTYPES, LOW_DTYPES, ComputeDType, FloatDType, LowDType, dtype_name, is_dense, is_parameter, itemsize,
@@ -31,5 +33,5 @@ __all__ = [
     "materialize", "mean", "normal", "once", "plain_name", "remember", "require", "require_count", "require_each",
     "require_member", "require_name", "require_patterns", "require_seed", "require_step", "require_word",
     "settle_dtype", "spelled", "sqrt", "square_root", "state", "state_dict", "straight_through", "stream",
-    "sum_of_squares", "tree", "uniform", "without_gaps",
+    "sum_of_all_squares", "sum_of_squares", "tree", "uniform", "without_gaps",
 ]  # fmt: skip

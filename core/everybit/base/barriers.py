@@ -9,7 +9,7 @@ expressions, except for :func:`sqrt`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,31 +54,54 @@ def total(terms: Sequence[Tensor], like: Tensor) -> Tensor:
     return sum(torch.stack(list(terms))) if terms else torch.zeros_like(like)
 
 
-def sum_of_squares(x: Tensor, scratch: Tensor | None = None) -> Tensor:
+def sum_of_squares(x: Tensor) -> Tensor:
     """The sum of the squares of all elements, 0-d, float64; in compiled code added up in eager's order.
 
     Squares are taken and added up in float64, so that parts of a tensor add up to the whole but for a float64's last bits: the norm of
     shards is the norm. Elements are widened a chunk at a time: there is no copy of a long tensor.
 
     A ``TorchFunctionMode`` sees it as one function, and can so tell of which tensor a norm is computed.
-
-    Args:
-        x: A tensor of any shape and floating dtype.
-        scratch: Memory of :func:`scratch_for`, in which elements are widened, rather than in new memory for each chunk. It is
-            overwritten, so that it allows neither a derivative nor a vmap.
     """
     if not torch.compiler.is_compiling() and has_torch_function_unary(x):
         answer: Tensor = handle_torch_function(sum_of_squares, (x,), x)
         return answer
-    return _sum_of_squares(x) if torch.compiler.is_compiling() else _squares(x, scratch)
+    return _sum_of_squares(x) if torch.compiler.is_compiling() else _squares(x)
 
 
-def scratch_for(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Memory in which :func:`sum_of_squares` widens elements of these tensors, on one device; None if all are float64."""
-    narrow = [x for x in tensors if x.dtype is not torch.float64]
-    if not narrow:
-        return None
-    return narrow[0].new_empty(min(max(map(Tensor.numel, narrow)), _chunk(narrow[0])), dtype=torch.float64)
+def sum_of_all_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements of some tensors, 0-d, float64: :func:`sum_of_squares` of one vector of them all.
+
+    It takes a few operations for each chunk, however many tensors it has, and one chunk's memory for all. It has no derivative.
+
+    Args:
+        tensors: At least one, all on one device, of any shapes and floating dtypes.
+    """
+    return _sum_of_all_squares([*tensors]) if torch.compiler.is_compiling() else _all_squares(tensors)
+
+
+def _all_squares(tensors: Sequence[Tensor]) -> Tensor:
+    sums, scratch = list[Tensor](), tensors[0].new_empty(0, dtype=torch.float64)
+    for parts, length in _in_chunks(tensors, _chunk(tensors[0])):
+        # The first chunk is the longest.
+        scratch = scratch[:length] if sums else scratch.new_empty(length)
+        torch._foreach_copy_(torch.split(scratch, [part.numel() for part in parts]), parts)
+        sums.append(torch.dot(scratch, scratch))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum() if sums else scratch.sum()
+
+
+def _in_chunks(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[list[Tensor], int]]:
+    """The elements of all tensors in order, as vectors of ``size`` elements together, and of those that are left; with their number."""
+    parts, room = list[Tensor](), size
+    for x in tensors:
+        flat = x.reshape(-1)
+        while flat.numel() >= room:
+            yield [*parts, flat[:room]], size
+            flat, parts, room = flat[room:], [], size
+        if flat.numel():
+            parts.append(flat)
+            room -= flat.numel()
+    if parts:
+        yield parts, size - room
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -153,12 +176,21 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     return _squares(x)
 
 
-def _squares(x: Tensor, scratch: Tensor | None = None) -> Tensor:
-    flat, size, sums = x.reshape(-1), _chunk(x), list[Tensor]()
-    for part in (flat,) if flat.numel() <= size else torch.split(flat, size):
+@torch.library.custom_op("everybit::sum_of_all_squares", mutates_args=())
+def _sum_of_all_squares(tensors: list[Tensor]) -> Tensor:
+    return _all_squares(tensors)
+
+
+@_sum_of_all_squares.register_fake
+def _(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=torch.float64)
+
+
+def _squares(x: Tensor) -> Tensor:
+    sums = []
+    for part in torch.split(x.reshape(-1), _chunk(x)):
         # A copy of float64, too: some libraries add up in an order that depends on the address.
-        shared = None if part.dtype is torch.float64 else scratch
-        wide = part.to(torch.float64, copy=True) if shared is None else shared[: part.numel()].copy_(part)
+        wide = part.to(torch.float64, copy=True)
         sums.append(torch.dot(wide, wide))
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 

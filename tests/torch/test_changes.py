@@ -42,7 +42,7 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("watch", DTYPES)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.sampled(3)])])
 def test_one_step_changes_what_a_snapshot_finds(policy: PolicyName, watch: WatchedDType, compile: bool) -> None:
     model = model_for(policy)
     optimizer = AdamW(model.named_parameters(), lr=1e-3, policy=policy, compile=compile, watch=watch)

@@ -78,7 +78,7 @@ def nothing(_optimizer: TorchOptimizer, _step: int) -> None:
 
 
 @pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
-@pytest.mark.parametrize("each_step", [pytest.param(nothing, marks=pytest.mark.slow), other_memory, other_code])
+@pytest.mark.parametrize("each_step", [pytest.param(nothing, marks=pytest.mark.exhaustive), other_memory, other_code])
 @pytest.mark.parametrize("policy", ["FP32", pytest.param("TIGHT_BF16", marks=pytest.mark.slow)])
 def test_kernels_called_by_themselves_give_the_bits_of_uncompiled_steps(
     policy: str, each_step: Callable[[TorchOptimizer, int], None], alone: bool, runs: list[int]

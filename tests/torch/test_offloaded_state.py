@@ -73,7 +73,7 @@ def _on_any_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
 def pair(make: Make, policy: PolicyName, **options: Any) -> tuple[tuple[nn.Module, TorchOptimizer], ...]:
     model = Awkward(torch.float32 if policy == "FP32" else torch.bfloat16)
     other = copy.deepcopy(model)
-    return (model, make(model, policy=policy, **options)), (
+    return (model, make(model, policy=policy, **options | {"compile": False})), (
         other,
         make(other, policy=policy, offload="state", **options),
     )
@@ -87,7 +87,7 @@ def require_same(one: TorchOptimizer, other: TorchOptimizer) -> None:
 
 
 def run(make: Make, policy: PolicyName, **options: Any) -> None:
-    """Train both; at times parameters have no gradient."""
+    """Train both, the one without it uncompiled; at times parameters have no gradient."""
     (model, plain), (other, offloaded) = pair(make, policy, **options)
     for start in range(0, 6, 3):
         for one, optimizer in ((model, plain), (other, offloaded)):
@@ -108,7 +108,7 @@ def test_transforms_have_the_bits_of_a_step_without_it(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["LEAN_BF16", "FP32"])
+@pytest.mark.parametrize("policy", ["LEAN_BF16", pytest.param("FP32", marks=pytest.mark.exhaustive)])
 def test_compiled_code_steps_pieces(policy: PolicyName) -> None:
     run(TRANSFORMS["clipped"], policy, compile=True)
 
@@ -200,7 +200,7 @@ def test_two_pieces_are_on_the_device() -> None:
     assert {"momentum", "variance", "compensation"}.isdisjoint(table)
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.sampled(2)])])
 def test_state_goes_away_between_steps_and_comes_back(compile: bool) -> None:
     """The tensors of the state have other memory then, of which nothing of the optimizer shows what was before."""
     (model, plain), (other, moved) = pair(TRANSFORMS["clipped"], "LEAN_BF16", compile=compile)

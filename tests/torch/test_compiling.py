@@ -18,7 +18,7 @@ from everybit_torch import AdamW
 from everybit_torch.torch_internals import compiler as torch_compiler
 from everybit_torch.torch_internals import cpp_vectors
 from tests.support.float_patterns import borders, from_bits, spread
-from tests.support.small_models import Awkward, give_gradients, same_bits, values
+from tests.support.small_models import give_gradients, same_bits, values
 
 torch_cpp: Any = import_module("torch._inductor.codegen.cpp")
 inductor_config: Any = import_module("torch._inductor.config")
@@ -263,7 +263,8 @@ def test_steps_that_a_user_compiles_from_the_first_on_alternate_with_others() ->
     """State that begins inside of the user's compiled code is stepped outside of it, with the same bits."""
     results = []
     for compiled in (False, True):
-        model = Awkward(torch.bfloat16)
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3).bfloat16()
         optimizer = AdamW(model.parameters(), lr=1e-2, policy="LEAN_BF16", compile=False)
         step: Any = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
         for number in range(4):

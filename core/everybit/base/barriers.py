@@ -84,7 +84,7 @@ def _all_squares(tensors: Sequence[Tensor]) -> Tensor:
     for parts, length in _in_chunks(tensors, _chunk(tensors[0])):
         # The first chunk is the longest.
         scratch = scratch[:length] if sums else scratch.new_empty(length)
-        torch._foreach_copy_(torch.split(scratch, [part.numel() for part in parts]), parts)
+        torch.ops.aten._foreach_copy_(torch.split(scratch, [part.numel() for part in parts]), parts)
         sums.append(torch.dot(scratch, scratch))
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum() if sums else scratch.sum()
 

@@ -64,7 +64,7 @@ conformance: $(STAMP)  ## run the slow tests and pages, and in other programs: T
 	@for program in $(PROGRAMS); do \
 	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/programs $$program || echo "$$program: does not install here"; done
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not exhaustive and slow'
-	$(BIN)/python -m pytest -n 3 --dist loadfile -o addopts='' --import-mode=importlib tests/conformance
+	$(BIN)/python -m pytest -n 3 --dist worksteal -o addopts='' --import-mode=importlib tests/conformance
 
 gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check the code, write docs/gpu.md (CASES="'adamw under *'" for some)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gpu-codegen]'

@@ -52,7 +52,7 @@ def test_a_program_takes_the_optimizer(script: str) -> None:
     completed(str(HERE / f"{script}.py"))
 
 
-@pytest.mark.parametrize("ranks", range(4))
+@pytest.mark.parametrize("ranks", [0, 3])
 def test_verl_finds_the_changes_that_the_optimizer_names(ranks: int) -> None:
     """Nine runs, compared after each sync with what verl's own snapshot finds; 0 ranks: without FSDP2."""
     require_installed("verl")

@@ -1,4 +1,4 @@
-"""Eighty-five seeded faults: one-line changes of the library, each with the tests that have to fail on it.
+"""Eighty-six seeded faults: one-line changes of the library, each with the tests that have to fail on it.
 
     python -m tests.support.broken                # all: about ten minutes on two cores
     python -m tests.support.broken kahan visits   # those whose file or tests have one of these words in their names
@@ -112,6 +112,7 @@ FAULTS: tuple[Fault, ...] = (
         ("segment.py", "if not torch.compiler.is_compiling():  # one of a trace", "if True:  # one of a trace", "torch/test_compiling.py::user_compiles"),
         ("totals.py", 'torch.maximum(value, added)', "value + added", "torch/test_totals.py"),
         ("totals.py", "work[number].grad if work[number].counts else work[number].grad[:0]", "work[number].grad", "sharded/test_placements.py"),
+        ("totals.py", "[1][id(part)] = part", "[1][object()] = part", "torch/test_totals.py"),
         ("short.py", "self._starts.append(-(-end // block) * block)", "self._starts.append(end)", "torch/test_blocks_of_elements.py"),
         ("contiguous.py", "has_indices = optimizer.draws_bits or block > 1", "has_indices = False", "sharded/test_random_programs.py"),
         ("steps.py", "if self._steps.follow(arguments):\n            self._kept.clear()", "self._steps.follow(arguments)", "torch/test_kernel_calls.py"),

@@ -13,7 +13,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run what takes longest first: programs in processes of their own, and pyright."""
     items.sort(key=lambda item: item.path.name not in ("test_programs.py", "test_pyright.py"))

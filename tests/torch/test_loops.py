@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -61,10 +61,8 @@ def numbers(length: int, seed: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-@pytest.fixture
-def rewritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether the loops that are compiled were written anew; torch's cache of code is not read."""
-    told: list[bool] = []
+def noting(told: list[bool]) -> Callable[[str], str]:
+    """The function that writes loops anew; it also notes of each whether it did."""
     function = cpp_loops.rewritten
 
     def noted(source: str) -> str:
@@ -73,7 +71,14 @@ def rewritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
             told.append(found != source)
         return found
 
-    monkeypatch.setattr(cpp_loops, "rewritten", noted)
+    return noted
+
+
+@pytest.fixture
+def rewritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether the loops that are compiled were written anew; torch's cache of code is not read."""
+    told: list[bool] = []
+    monkeypatch.setattr(cpp_loops, "rewritten", noting(told))
     torch._dynamo.reset()
     config: Any = import_module("torch._inductor.config")
     with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
@@ -106,14 +111,18 @@ def bits(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.nan, x).reshape(-1).view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_loop_in_vector_types_has_the_bits_of_an_uncompiled_step(policy: PolicyName, rewritten: list[bool]) -> None:
-    compiled, eager = steps(policy, compile=True), steps(policy, compile=False)
-    assert rewritten
+def require_uncompiled_bits(policy: PolicyName, told: list[bool], lengths: Sequence[int] = LENGTHS) -> None:
+    compiled, eager = (steps(policy, compile=compile, lengths=lengths) for compile in (True, False))
+    assert told
     # Where blocks have a scale, some loops find maxima, or only move memory: these stay.
-    assert any(rewritten) if "BIT" in policy else all(rewritten)
+    assert any(told) if "BIT" in policy else all(told)
     for number, (x, y) in enumerate(zip(compiled, eager, strict=True)):
         assert torch.equal(bits(x), bits(y)), (number, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loop_in_vector_types_has_the_bits_of_an_uncompiled_step(policy: PolicyName, rewritten: list[bool]) -> None:
+    require_uncompiled_bits(policy, rewritten)
 
 
 def whole(learning_rate: float) -> eb.Transform[Any]:
@@ -140,20 +149,12 @@ AVX2 = """
 import sys
 import torch._inductor.config as config
 config.cpp.simdlen, config.fx_graph_cache = 256, False
-from everybit_torch.torch_internals import cpp_loops
-from tests.torch.test_loops import LENGTHS, bits, steps, torch
-told, function = [], cpp_loops.rewritten
-def noted(source):
-    found = function(source)
-    if "#pragma omp for" in source:
-        told.append(found != source)
-    return found
-cpp_loops.rewritten = noted
+from tests.torch.test_loops import LENGTHS, cpp_loops, noting, require_uncompiled_bits
+told = []
+cpp_loops.rewritten = noting(told)
 for policy in sys.argv[1:]:
     told.clear()
-    compiled, eager = (steps(policy, compile=compile, lengths=LENGTHS[1:]) for compile in (True, False))
-    assert told and (any(told) if "BIT" in policy else all(told)), (policy, told)
-    assert all(torch.equal(bits(x), bits(y)) for x, y in zip(compiled, eager, strict=True)), policy
+    require_uncompiled_bits(policy, told, LENGTHS[1:])
 """
 
 

@@ -86,7 +86,7 @@ def _all_squares(tensors: Sequence[Tensor]) -> Tensor:
         scratch = scratch[:length] if sums else scratch.new_empty(length)
         torch.ops.aten._foreach_copy_(torch.split(scratch, [part.numel() for part in parts]), parts)
         sums.append(torch.dot(scratch, scratch))
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum() if sums else scratch.sum()
+    return total(sums, scratch.new_empty(()))
 
 
 def _in_chunks(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[list[Tensor], int]]:

@@ -8,6 +8,7 @@ import optree
 import optree.registry
 import pytest
 import torch
+import torch.utils._pytree as torch_pytree
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import everybit as eb
@@ -53,3 +54,22 @@ def test_a_step_is_traced_by_make_fx_also_with_lengths_that_are_symbols(mode: An
     traced = make_fx(lambda p, g, s: eb.tree.leaves(optimizer.step(p, g, s)), tracing_mode=mode)(params, grads, state)
     expected = eb.tree.leaves(optimizer.step(params, grads, state))
     assert all(map(torch.equal, traced(params, grads, state), expected))
+
+
+@pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "LEAN_8BIT"])
+def test_an_exported_step_has_eager_codes_bits_and_names_its_state(policy: eb.PolicyName) -> None:
+    """Also where a mask left holes in the state. Lion has no root, which an exported graph leaves to the library of the machine."""
+    dtype = torch.float32 if policy == "FP32" else torch.bfloat16
+    params = {"w": torch.linspace(-1, 1, 33).to(dtype), "b": torch.ones(2, dtype=dtype)}
+    optimizer = eb.with_policy(eb.masked(eb.lion(1e-2), {"w": True, "b": False}), policy)
+    state = optimizer.init(params)
+
+    class Step(torch.nn.Module):
+        def forward(self, params: Any, grads: Any, state: Any) -> Any:
+            return optimizer.step(params, grads, state)
+
+    exported = torch.export.export(Step(), (params, params, state))
+    assert_same_bits(exported.module()(params, params, state), optimizer.step(params, params, state), "exported")
+    assert [torch_pytree.keystr(path) for path, _ in torch_pytree.tree_flatten_with_path(state)[0]] == eb.tree.paths(
+        state
+    )

@@ -69,6 +69,7 @@ def state(cls: C) -> C:
     _SLOTS[made] = {name: _SlotMark in get_args(hints[name]) for name in names}
     numbers = tuple(name for name in names if hints[name] is int)
     held = tuple(name for name in names if name not in numbers)
+    keys = [torch_pytree.GetAttrKey(name) for name in held]
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[str, ...]]:
         return tuple(getattr(node, name) for name in held), tuple(getattr(node, name) for name in numbers), held
@@ -78,11 +79,17 @@ def state(cls: C) -> C:
 
     register: Any = optree.register_pytree_node  # its stub wants a Collection, which a dataclass need not be
     register(made, flatten, unflatten, path_entry_type=optree.DataclassEntry, namespace=NAMESPACE)
+
+    def torchs(node: Any) -> tuple[list[Any], tuple[int, ...]]:
+        children, fixed, _ = flatten(node)
+        return [_with_holes(child) for child in children], fixed
+
     torch_pytree.register_pytree_node(
         made,
-        lambda node: ([_with_holes(child) for child in flatten(node)[0]], flatten(node)[1]),
+        torchs,
         lambda children, fixed: unflatten(fixed, (_without_holes(child) for child in children)),
         serialized_type_name=f"{made.__module__}.{made.__qualname__}",
+        flatten_with_keys_fn=lambda node: ([*zip(keys, torchs(node)[0], strict=True)], torchs(node)[1]),
     )
     found: C = made
     return found
@@ -93,7 +100,11 @@ class _Hole:
 
 
 torch_pytree.register_pytree_node(
-    _Hole, lambda _: ([], None), lambda *_: _Hole(), serialized_type_name=f"{__name__}._Hole"
+    _Hole,
+    lambda _: ([], None),
+    lambda *_: _Hole(),
+    serialized_type_name=f"{__name__}._Hole",
+    flatten_with_keys_fn=lambda _: ([], None),
 )
 
 

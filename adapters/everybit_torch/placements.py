@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from everybit.base import Blocks
 from everybit_torch.collectives import Communicator, GroupAxis
 from everybit_torch.torch_internals.dtensors import (
     is_cut,
@@ -81,29 +82,39 @@ def is_cut_evenly(x: Tensor) -> bool:
     return not is_dtensor(x) or tuple(local(x).shape) == shape_of_local_part(x)
 
 
-def first_element(parameter: Tensor) -> int:
-    """The position in the whole of this rank's first element, counted in memory order.
+def place_in_whole(parameter: Tensor, first: int) -> int | Blocks:
+    """Return the global index of this rank's first element, which the others follow in memory order; or the indices of rows, on the host.
+
+    Args:
+        parameter: The parameter.
+        first: Global index of its first element.
 
     Raises:
-        ValueError: A part that is not a run of the whole's elements: sharded along another dimension than the first, or in strides.
+        ValueError: Parts in strides: elements that are neighbours in this rank's part, and not in the whole.
     """
-    if not is_dtensor(parameter):
-        return 0
+    if not is_dtensor(parameter) or not parameter.ndim:
+        return first
     for number, placement in enumerate(parameter.placements):
         if is_cut(placement) and not _is_run(parameter, number):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} has the placement {placement!r}, and stochastic rounding draws bits by an"
-                " element's place in the whole, which only parts along dimension 0 have in a row. Accepted are Shard(0), also over tensor"
+                " element's place in the whole, which parts in strides do not have in a row. Accepted are Shard, also over tensor"
                 " parallelism, and Replicate, or a policy without stochastic rounding."
             )
-    return int(offset_of_local_part(parameter)[0]) * math.prod(parameter.shape[1:]) if parameter.ndim else 0
+    part, strides = local(parameter), _dense(parameter.shape)
+    start = first + sum(n * stride for n, stride in zip(offset_of_local_part(parameter), strides, strict=True))
+    last = max((dim for dim, n in enumerate(part.shape) if n != parameter.shape[dim]), default=0)
+    rows = torch.tensor([start])
+    for n, stride in zip(part.shape[:last], strides, strict=False):
+        rows = (rows[:, None] + torch.arange(n) * stride).reshape(-1)
+    if len(rows) < 2 or not part.numel():
+        return start
+    return Blocks(rows, None, part.numel() // len(rows))
 
 
 def _is_run(parameter: DTensor, number: int) -> bool:
-    """Whether a placement cuts a parameter into runs of its elements."""
+    """Whether elements that a placement leaves together are neighbours along its dimension."""
     placement: Any = parameter.placements[number]
-    if parameter.ndim > 1 and placement.dim != 0:
-        return False
     if placement.is_shard():
         return True
     # The mesh's later dimensions cut first, into so many parts; this one cuts each of them.

@@ -19,9 +19,9 @@ from tests.support.ports import free_port
 CASES = {
     "FP32": ("FP32", False, False), "FP32, gradients in buckets": ("FP32", True, False), "FP32, compiled": ("FP32", False, True),
     "KAHAN_BF16": ("KAHAN_BF16", False, False), "LEAN_BF16": ("LEAN_BF16", True, False), "FLOOR_BF16": ("FLOOR_BF16", False, False),
-    "SGD": ("SGD", False, False),
+    "FP32, ZeRO": ("FP32", False, False), "SGD": ("SGD", False, False),
 }  # fmt: skip
-"""The policy of AdamW, whether gradients lie in DDP's buckets, whether steps are compiled; or ``SGD``."""
+"""The policy of AdamW, whether gradients lie in DDP's buckets, whether steps are compiled; or ``SGD``. With ZeRO ranks share state out."""
 
 # One rank: its half of every batch. Everything is done under the same seed, so that the processes differ by their data alone.
 RANK = textwrap.dedent(
@@ -29,6 +29,7 @@ RANK = textwrap.dedent(
     import json, sys, torch, everybit as eb
     import torch.distributed as dist
     from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
     from everybit_torch import SGD, AdamW
     torch.set_num_threads(1)
@@ -41,6 +42,8 @@ RANK = textwrap.dedent(
         model = DistributedDataParallel(network, gradient_as_bucket_view=bucket_view)
         if name == "SGD":
             optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        elif "ZeRO" in case:
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, policy=name)
         else:
             optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name], compile=compile)
         generator = torch.Generator().manual_seed(3)
@@ -50,7 +53,7 @@ RANK = textwrap.dedent(
             model(x).float().square().mean().backward()
             optimizer.step()
         found[case] = {"weights": [p.detach().clone() for p in network.parameters()],
-                       "state": [x for p in network.parameters() for x in optimizer.state[p].values()]}
+                       "state": [] if "ZeRO" in case else [x for p in network.parameters() for x in optimizer.state[p].values()]}
     torch.save(found, f"{sys.argv[2]}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

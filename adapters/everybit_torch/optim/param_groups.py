@@ -127,12 +127,19 @@ def require_distinct(groups: Sequence[dict[str, Any]]) -> None:
         raise RuntimeError("param_groups: got a group twice; accepted is each once.")
 
 
-def require_all(groups: Sequence[dict[str, Any]], count: int) -> None:
-    """Refuse groups that are not those that were added, and policies in them.
+def require_all(groups: Sequence[dict[str, Any]], count: int, has_policy: Callable[[int, Any], bool]) -> None:
+    """Refuse groups that are not those that were added, and other policies in them.
+
+    ``ZeroRedundancyOptimizer`` writes all arguments with which it makes an optimizer into its groups.
+
+    Args:
+        groups: The groups.
+        count: The number of those that were added.
+        has_policy: Whether a policy is that with which the group of a number is stepped.
 
     Raises:
         RuntimeError: They are not as many as were added.
-        ValueError: A policy was written into one.
+        ValueError: Another policy was written into one.
     """
     if len(groups) != count:
         raise RuntimeError(
@@ -140,7 +147,7 @@ def require_all(groups: Sequence[dict[str, Any]], count: int) -> None:
             " (requires_grad_(False)); to step others call add_param_group()."
         )
     for number, group in enumerate(groups):
-        if "policy" in group:
+        if "policy" in group and not has_policy(number, group["policy"]):
             raise ValueError(
                 f"param_groups[{number}]['policy']: got {group['policy']!r}; accepted is the policy with which an optimizer is made, or"
                 " that of a group that is given to it or to add_param_group(). Delete the entry; another optimizer takes a run over by"

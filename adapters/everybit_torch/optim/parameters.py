@@ -21,7 +21,7 @@ from everybit_torch.optim.visiting import Visited, Visiting, entries_of
 from everybit_torch.optim.visits import Visitor
 from everybit_torch.optim.visits import entries_of as state_of
 from everybit_torch.optim.watching import Watch
-from everybit_torch.placements import RowShards, axis_of, first_element, is_primary_copy, like, mesh_of
+from everybit_torch.placements import RowShards, axis_of, is_primary_copy, like, mesh_of, place_in_whole
 from everybit_torch.segments import (
     Bucket,
     HostState,
@@ -276,13 +276,13 @@ class Parameters:
         group, decision = self.groups[new[0].group], new[0].decision
         parameters = [one.parameter for one in new]
         optimizer = group.decided(parameters[0].dtype, decision)
-        firsts = [one.first + (first_element(one.parameter) if optimizer.draws_bits else 0) for one in new]
+        firsts = [place_in_whole(one.parameter, one.first) if optimizer.draws_bits else one.first for one in new]
         of: Single | Bucket
         memory = None if new[0].looks_at_tensors() else self.memory.get(parameters[0])
         whole = optimizer.needs_whole
         host = self._host_of(local(parameters[0]).device)
         if memory is not None:
-            of = Run(optimizer, parameters, firsts, memory, host)
+            of = Run(optimizer, parameters, [one.first for one in new], memory, host)
         elif len(new) == 1 and (whole or local(parameters[0]).is_contiguous()):
             of = Single.new(optimizer, parameters[0], firsts[0], parameters[0] in self.parts, host)
         else:
@@ -435,7 +435,7 @@ class Parameters:
             visiting.renumber(self._firsts)
         for one in self.stepped:
             if one.optimizer.draws_bits and all(p in self._firsts for p in one.of.parameters):
-                one.of.renumber([self._firsts[p] + first_element(p) for p in one.of.parameters])
+                one.of.renumber([place_in_whole(p, self._firsts[p]) for p in one.of.parameters])
 
     def described(self, number: int) -> str:
         """Say how the parameters of a group are stepped, and whether this is compiled, if that was left open."""

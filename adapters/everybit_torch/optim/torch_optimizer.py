@@ -171,8 +171,12 @@ class TorchOptimizer(LightOptimizer):
         param_groups.require_distinct(self.param_groups)
         if len(self.param_groups) > len(self.own.groups):
             param_groups.add_by_hand(self.param_groups, len(self.own.groups), self.add_param_group)
-        param_groups.require_all(self.param_groups, len(self.own.groups))
+        param_groups.require_all(self.param_groups, len(self.own.groups), self._has_policy)
         return self.param_groups
+
+    def _has_policy(self, number: int, policy: PolicyOrName | None) -> bool:
+        own = self.own.groups[number].policies
+        return self._maker.policies(policy, own, number) == own
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The factory's keyword arguments for a param group: torch's names become the core's.

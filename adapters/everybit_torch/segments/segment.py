@@ -203,7 +203,7 @@ class Segment:
         empty = optimizer.init([none])
         layout = Layout.of([none], [stored], empty.inner, empty.extra, is_checked=False)
         made = cls(optimizer, tensor, map_parts(layout, empty, room, torch.clone), first, is_part, host=host)
-        size = max(CHUNK // stored.block, 1) * stored.block
+        size = max(CHUNK // made.block, 1) * made.block
         for start in range(0, tensor.numel(), size):
             part = made.cut(start, min(start + size, tensor.numel()), lambda x: x)
             write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
@@ -219,13 +219,18 @@ class Segment:
         found._layout = state, self.layout
         return found
 
+    @property
+    def block(self) -> int:
+        """The number of elements between which it is not cut: those of a format's block, or of a row."""
+        return self.first.size if isinstance(self.first, Blocks) else self.stored.block
+
     # -- cutting --------------------------------------------------------------------------------------------------------------------
 
     def cut(self, start: int, stop: int, on_shared: Callable[[Tensor], Tensor] = torch.clone) -> Segment:
         """Return the segment of some elements of a vector, as views.
 
         Args:
-            start: The first element; a multiple of the formats' block.
+            start: The first element; a multiple of :attr:`block`.
             stop: The element after the last.
             on_shared: Makes the counts and other shared state of the part. By default it has copies.
 
@@ -258,8 +263,7 @@ class Segment:
         if self.tensor.ndim != 1 or self.is_whole or self.optimizer.per_tensor or numel <= elements:
             yield slice(0, numel), self
             return
-        block = self.stored.block
-        size = max(elements // block, 1) * block
+        size = max(elements // self.block, 1) * self.block
         for start in range(0, numel, size):
             stop = min(start + size, numel)
             yield slice(start, stop), self.cut(start, stop, on_shared)

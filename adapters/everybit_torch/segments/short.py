@@ -14,7 +14,7 @@ import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import Entry, cut
 from everybit_torch.segments.segment import HostMemory, Segment, Watched
-from everybit_torch.segments.single import Places, Single, dtype_of, shares_numbers
+from everybit_torch.segments.single import Places, Single, dtype_of, on_device, shares_numbers
 from everybit_torch.torch_internals.dtensors import is_dtensor, local
 from everybit_torch.torch_internals.tensors import foreach_copy
 
@@ -55,7 +55,7 @@ class Bucket:
     Args:
         optimizer: The optimizer, as masks and labels came out.
         parameters: At least one, in order. Of a DTensor this rank's part is stepped.
-        firsts: Global index of the first element of each.
+        firsts: Global index of the first element of each, or the indices of its rows.
         is_part: Whether a single plain tensor is a part of a parameter, with other elements elsewhere.
 
     Attributes:
@@ -68,7 +68,7 @@ class Bucket:
         self,
         optimizer: eb.Optimizer[Any],
         parameters: Sequence[Tensor],
-        firsts: Sequence[int],
+        firsts: Sequence[int | Blocks],
         is_part: bool = False,
         host: HostMemory | None = None,
     ) -> None:
@@ -80,13 +80,13 @@ class Bucket:
     def of(cls, segment: Segment, parameter: Tensor) -> Bucket:
         """Return a parameter by itself, with the state of this segment."""
         made = object.__new__(cls)
-        assert isinstance(segment.first, int)
+        assert not isinstance(segment.first, Scattered)  # of one parameter
         vector, _ = made._begin(segment.optimizer, [parameter], [segment.first])
         made.segment = replace(segment, tensor=vector)
         return made
 
     def _begin(
-        self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int]
+        self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int | Blocks]
     ) -> tuple[Tensor, int | Blocks | Scattered]:
         self.parameters, self._firsts = list(parameters), list(firsts)
         self.is_sharded = any(map(is_dtensor, parameters))
@@ -183,7 +183,7 @@ class Bucket:
         """Write the new values back to the parameters."""
         foreach_copy(self._targets, self._sources)
 
-    def renumber(self, firsts: Sequence[int]) -> None:
+    def renumber(self, firsts: Sequence[int | Blocks]) -> None:
         """Give the elements other global indices, from which they draw their random bits."""
         old, self._firsts = self.segment, list(firsts)
         lengths = [x.numel() for x in self._here()]
@@ -235,25 +235,28 @@ class Bucket:
 
 
 def indices(
-    lengths: Sequence[int], firsts: Sequence[int], block: int, device: torch.device
+    lengths: Sequence[int], firsts: Sequence[int | Blocks], block: int, device: torch.device
 ) -> int | Blocks | Scattered:
     """Return the global indices of the elements of a vector of parameters, each of which begins at a multiple of a block.
 
     Args:
         lengths: The number of elements of each parameter.
-        firsts: Global index of the first of them.
+        firsts: Global index of the first of them, or the indices of its rows, which are not neighbours.
         block: Elements for which a format stores one number.
         device: The device of the vector.
     """
     here = [(first, length) for first, length in zip(firsts, lengths, strict=True) if length]
     firsts, lengths = [first for first, _ in here] or list(firsts[:1]), [length for _, length in here] or [0]
-    ends = [first + length for first, length in zip(firsts, lengths, strict=True)]
-    aligned = len(lengths) == 1 or all(length % block == 0 for length in lengths)
-    if list(firsts[1:]) == ends[:-1] and aligned:
-        return firsts[0]
+    starts = [first for first in firsts if isinstance(first, int)]
+    if len(firsts) == 1:
+        return on_device(firsts[0], device)
+    ends = [start + length for start, length in zip(starts, lengths, strict=False)]
+    if starts == [*firsts] and starts[1:] == ends[:-1] and all(length % block == 0 for length in lengths):
+        return starts[0]
     if block == 1:
         return Scattered.of(firsts, lengths, device)
+    # Ranks bring the rows of a part together where a policy has blocks.
     every = [torch.arange(0, length, block) for length in lengths]
-    first = torch.cat([first + at for first, at in zip(firsts, every, strict=True)])
+    first = torch.cat([start + at for start, at in zip(starts, every, strict=True)])
     count = torch.cat([(length - at).clamp(max=block) for length, at in zip(lengths, every, strict=True)])
-    return Blocks(first.to(device), count.to(device, torch.int32), block)
+    return Blocks(first, count.to(torch.int32), block).to(device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.base import Blocks
 from everybit.stepping.entries import Entry
 from everybit_torch.segments.segment import HostMemory, Segment, Watched
 from everybit_torch.torch_internals.dtensors import is_cut, is_dtensor, local
@@ -37,7 +38,7 @@ class Single:
         cls,
         optimizer: eb.Optimizer[Any],
         parameter: Tensor,
-        first: int,
+        first: int | Blocks,
         is_part: bool = False,
         host: HostMemory | None = None,
     ) -> Single:
@@ -46,12 +47,12 @@ class Single:
         Args:
             optimizer: The optimizer, as masks and labels came out.
             parameter: The parameter.
-            first: Global index of its first element here.
+            first: Global index of its first element here, or the indices of its rows.
             is_part: Whether a plain tensor is a part of a parameter, with other elements elsewhere.
             host: The host's memory in which its state lies.
         """
-        is_part = shares_numbers(parameter, optimizer, is_part)
-        return cls(Segment.new(optimizer, as_stepped(parameter, optimizer), first, is_part, host), parameter)
+        is_part, vector = shares_numbers(parameter, optimizer, is_part), as_stepped(parameter, optimizer)
+        return cls(Segment.new(optimizer, vector, on_device(first, vector.device), is_part, host), parameter)
 
     @property
     def numel(self) -> int:
@@ -75,9 +76,9 @@ class Single:
     def scatter(self) -> None:
         """A no-op: the new values are in the parameter's memory."""
 
-    def renumber(self, firsts: Sequence[int]) -> None:
+    def renumber(self, firsts: Sequence[int | Blocks]) -> None:
         """Give the elements other global indices, from which they draw their random bits."""
-        self.segment = replace(self.segment, first=firsts[0])
+        self.segment = replace(self.segment, first=on_device(firsts[0], self.segment.tensor.device))
 
     def own(self, number: int) -> Segment:  # noqa: ARG002  # there is one
         """Return the parameter's segment."""
@@ -101,6 +102,11 @@ def as_stepped(parameter: Tensor, optimizer: eb.Optimizer[Any]) -> Tensor:
     here = local(parameter).detach()
     whole = optimizer.needs_whole
     return here if whole or not here.is_contiguous() else here.view(-1)
+
+
+def on_device(first: int | Blocks, device: torch.device) -> int | Blocks:
+    """Return the indices of rows on the device of their elements; the index of a first element as it is."""
+    return first if isinstance(first, int) else first.to(device)
 
 
 def shares_numbers(parameter: Tensor, optimizer: eb.Optimizer[Any], is_part: bool) -> bool:

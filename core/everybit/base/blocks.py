@@ -9,7 +9,8 @@ before them:
     count       4       2       4       1
 
 Formats with one number for each block count blocks from a parameter's first element. With gaps each parameter begins with a block of its
-own, and all of them are stepped as one buffer.
+own, and all of them are stepped as one buffer. A part of a matrix that ranks cut by columns is such a buffer, too: its rows are blocks,
+without gaps.
 """
 
 from __future__ import annotations
@@ -31,25 +32,33 @@ class Blocks:
 
     Attributes:
         first: Global index of the first element of each block: int64, 1-d.
-        count: Number of elements of each block that belong to a parameter; those after them are a gap: int32, 1-d.
+        count: Number of elements of each block that belong to a parameter; those after them are a gap: int32, 1-d. None: there are no gaps.
         size: Number of elements of a block.
     """
 
     first: Tensor
-    count: Tensor
+    count: Tensor | None
     size: int
+
+    def indices(self) -> Tensor:
+        """Return the global indices of all elements, those of gaps as well: int64, 1-d."""
+        return (self.first[:, None] + torch.arange(self.size, device=self.first.device)).reshape(-1)
+
+    def to(self, device: torch.device) -> Blocks:
+        """Return them on a device."""
+        return Blocks(self.first.to(device), None if self.count is None else self.count.to(device), self.size)
 
     def cut(self, start: int, stop: int) -> Blocks:
         """Return those of the elements ``start`` to ``stop``, multiples of ``size``."""
         blocks = slice(start // self.size, stop // self.size)
-        return Blocks(self.first[blocks], self.count[blocks], self.size)
+        return Blocks(self.first[blocks], None if self.count is None else self.count[blocks], self.size)
 
     def filled(self, x: Tensor) -> Tensor:
         """Return a vector of the buffer's length with zeros in its gaps, whatever is there.
 
         A vector without elements has no gaps: a mask that leaves a buffer out makes its requests of such vectors.
         """
-        if not x.numel():
+        if self.count is None or not x.numel():
             return x
         return torch.where(self.places(x) < self.spread(self.count), x, 0)
 
@@ -57,7 +66,8 @@ class Blocks:
         """Return the place of each element in its block: int32, 1-d."""
         number = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
         # Compilers have vector instructions for a bitwise and, and not for a remainder.
-        return number & (self.size - 1) if self.size.bit_count() == 1 else number % self.size
+        last = self.size - 1
+        return number % self.size if self.size & last else number & last
 
     def spread(self, numbers: Tensor) -> Tensor:
         """Return the number of its block for each element."""
@@ -79,27 +89,29 @@ class Scattered:
     high: Tensor
 
     @staticmethod
-    def of(firsts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Scattered:
+    def of(firsts: Sequence[int | Blocks], lengths: Sequence[int], device: torch.device) -> Scattered:
         """Return the indices of the elements of several parameters, one after the other.
 
         Args:
-            firsts: Global index of the first element of each.
+            firsts: Global index of the first element of each, or the indices of all, on the host.
             lengths: Number of elements of each.
             device: Device of the vector.
 
         Raises:
             ValueError: The indices have different upper words.
         """
-        highs = {index >> 32 for first, n in zip(firsts, lengths, strict=True) if n for index in (first, first + n - 1)}
+        parts, highs = [torch.empty(0, dtype=torch.int64)], set[int]()
+        for first, n in zip(firsts, lengths, strict=True):
+            if n:
+                parts.append(first.indices() if isinstance(first, Blocks) else torch.arange(first, first + n))
+                ends = [first, first + n - 1] if isinstance(first, int) else parts[-1][[0, -1]].tolist()
+                highs.update(end >> 32 for end in ends)
         if len(highs) > 1:
             raise ValueError(
                 f"firsts: got indices with the upper words {sorted(highs)}; accepted are elements that share one."
             )
-        parts = [torch.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
-        low = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-        return Scattered(
-            low.to(torch.int32).to(device), torch.tensor(min(highs, default=0), dtype=torch.int32, device=device)
-        )
+        high = torch.tensor(min(highs, default=0), dtype=torch.int32, device=device)
+        return Scattered(torch.cat(parts).to(torch.int32).to(device), high)
 
     def cut(self, start: int, stop: int) -> Scattered:
         """Return those of the elements ``start`` to ``stop``."""

@@ -69,7 +69,7 @@ def state(cls: C) -> C:
     _SLOTS[made] = {name: _SlotMark in get_args(hints[name]) for name in names}
     numbers = tuple(name for name in names if hints[name] is int)
     held = tuple(name for name in names if name not in numbers)
-    keys = [torch_pytree.GetAttrKey(name) for name in held]
+    keys: list[Any] = [torch_pytree.GetAttrKey(name) for name in held]
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[str, ...]]:
         return tuple(getattr(node, name) for name in held), tuple(getattr(node, name) for name in numbers), held

@@ -162,11 +162,18 @@ def flags_of(factory: Callable[..., Any]) -> frozenset[str]:
     return frozenset(name for name, one in _parameters(factory).items() if isinstance(one.default, bool))
 
 
-def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], decoupled: bool | None) -> dict[str, Any]:
+def settled(
+    kind: str,
+    constructor: Callable[..., Any],
+    factory: Callable[..., Any],
+    given: Mapping[str, Any],
+    decoupled: bool | None,
+) -> dict[str, Any]:
     """The hyperparameters among the arguments of an optimizer's constructor.
 
     Args:
         kind: The optimizer's name, for messages.
+        constructor: Its constructor, with the arguments that it has beside hyperparameters.
         factory: Which has to take them.
         given: The arguments by name.
         decoupled: Whether the optimizer's weight decay is decoupled, where torch has an argument for that; else None.
@@ -185,7 +192,8 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
             require_own_name(kind, name, given, parameters)
         wanted = core_names(name, ARGUMENTS, parameters)
         if not takes_all and not all(one in parameters for one in wanted):
-            accepted = [*torch_arguments(parameters)]
+            own = [key for key, one in _parameters(constructor).items() if one.kind is one.KEYWORD_ONLY]
+            accepted = [*dict.fromkeys([*torch_arguments(parameters), *own])]
             close = difflib.get_close_matches(name, accepted, n=1)
             raise TypeError(
                 f"{kind}: {name}: {_name(factory)} has no such argument{f', did you mean {close[0]!r}?' if close else ';'} accepted are"

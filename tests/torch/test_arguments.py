@@ -123,6 +123,11 @@ def test_a_factory_of_ones_own_may_have_an_argument_of_that_name() -> None:
             {"beta": (0.5, 0.5)},
             r"AdamW: beta: adamw has no such argument, did you mean 'betas'\? accepted are lr, betas, eps, ",
         ),
+        (
+            Lion,
+            {"polcy": "FP32"},
+            r"Lion: polcy: lion has no such argument, did you mean 'policy'\? accepted are lr, betas",
+        ),
         (SGD, {"betas": (0.5, 0.5)}, r"SGD: betas: sgd has no such argument; accepted are lr, momentum, dampening, "),
     ],
 )

@@ -111,7 +111,7 @@ class TorchOptimizer(LightOptimizer):
             if average is not None:
                 hyperparameters["average"] = average
                 factory = factory if "average" in argument_names(factory) else WithAverage(factory)
-            hyperparameters = settled(kind, factory, hyperparameters, self._decoupled)
+            hyperparameters = settled(kind, TorchOptimizer.__init__, factory, hyperparameters, self._decoupled)
         self._compile: Compile = compile
         self.metrics_enabled, self.had_gradients = metrics, False
         self.own = Parameters(States(torch_names=self._slots))

@@ -41,7 +41,7 @@ test: $(STAMP)  ## run the tests
 quick: $(STAMP)  ## run the first case of each test of a room (ROOM=core, torch, segments, flat, fsdp2, ...): about a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/$(ROOM)
 
-mutants: $(STAMP)  ## break a line of the library eighty-six times, and see that its tests fail: about ten minutes (MUTANTS="kahan visits" for some)
+mutants: $(STAMP)  ## break a line of the library eighty-eight times, and see that its tests fail: about ten minutes (MUTANTS="kahan visits" for some)
 	$(BIN)/python -m tests.support.broken $(MUTANTS)
 
 exhaustive: $(STAMP)  ## run all tests, with every case of the laws that `make test` samples

@@ -1,4 +1,4 @@
-"""Eighty-six seeded faults: one-line changes of the library, each with the tests that have to fail on it.
+"""Eighty-eight seeded faults: one-line changes of the library, each with the tests that have to fail on it.
 
     python -m tests.support.broken                # all: about ten minutes on two cores
     python -m tests.support.broken kahan visits   # those whose file or tests have one of these words in their names
@@ -103,6 +103,7 @@ FAULTS: tuple[Fault, ...] = (
     *_of(
         "adapters/everybit_torch/segments",
         ("segment.py", "first = self.first + start if isinstance(self.first, int)", "first = self.first if isinstance(self.first, int)", "segments/test_segments.py"),
+        ("segment.py", "self.first.size if isinstance(self.first, Blocks) else self.stored.block", "self.stored.block", "sharded/test_placements.py::bits"),
         ("host_state.py", "held.copy_(new, non_blocking=True)", "pass", "torch/test_offloaded_state.py"),
         ("host_state.py", "write(segment.shared(), staged.shared())", "pass", "torch/test_offloaded_state.py"),
         ("host_state.py", "streams.come_after(stepped, self._device)", "pass", "torch/test_offloaded_state.py::order"),
@@ -118,6 +119,10 @@ FAULTS: tuple[Fault, ...] = (
         ("steps.py", "if self._steps.follow(arguments):\n            self._kept.clear()", "self._steps.follow(arguments)", "torch/test_kernel_calls.py"),
         ("steps.py", "fits = same_objects(kept.totals, totals) and", "fits =", "torch/test_kernel_calls.py::totals"),
         ("steps.py", "self._kept.clear()  # kernels", "pass  # kernels", "torch/test_kernel_calls.py::captured"),
+    ),
+    *_of(
+        "adapters/everybit_torch",
+        ("placements.py", "torch.arange(n) * stride", "torch.arange(n)", "sharded/test_placements.py::bits"),
     ),
     *_of(
         "adapters/everybit_torch/collectives",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.base import Scattered
+from everybit.base import Blocks, Scattered
 from everybit_torch import AdamW
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.placements import row_edges
@@ -156,6 +156,24 @@ def test_compiled_steps_have_the_bits_of_the_whole(name: str, policy: Any) -> No
         drive.step(gradients(step, parameters))
     for found, expected in zip(parameters, pure(factory, policy, 3), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_compiled_steps_of_columns_have_the_bits_of_the_whole() -> None:
+    """Rows whose length is a power of two are counted in another way than others."""
+    steps, optimizer = steps_of(eb.lion, "LEAN_BF16", compile=True)
+    for columns in (8, 6):
+        whole = [torch.linspace(-1, 1, 64 * 12).bfloat16()]
+        part = whole[0].view(64, 12)[:, 3 : 3 + columns].reshape(-1)
+        segment = Segment.new(optimizer, part, Blocks(torch.arange(64) * 12 + 3, None, columns))
+        state = optimizer.init(whole)
+        for _ in range(2):
+            steps.step(segment, part.sin())
+            whole, state = optimizer.step(whole, [whole[0].sin()], state)
+        pairs = zip(eb.tree.leaves((part, segment.state)), eb.tree.leaves((whole, state)), strict=True)
+        for found, expected in pairs:
+            own = expected.view(64, 12)[:, 3 : 3 + columns].reshape(-1) if expected.ndim else expected
+            assert torch.equal(found, own)
 
 
 @settings(deadline=None, max_examples=30)

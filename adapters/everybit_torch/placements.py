@@ -82,6 +82,38 @@ def is_cut_evenly(x: Tensor) -> bool:
     return not is_dtensor(x) or tuple(local(x).shape) == shape_of_local_part(x)
 
 
+class Region(NamedTuple):
+    """Where this rank's elements of a parameter lie in the whole.
+
+    Attributes:
+        shape: The shape of the part.
+        offsets: Its first corner, by dimension.
+        whole: The shape of the whole.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Region:
+        """Return that of a whole tensor, or of a DTensor."""
+        offsets = offset_of_local_part(parameter) if is_dtensor(parameter) else (0,) * parameter.ndim
+        return cls(tuple(local(parameter).shape), offsets, tuple(parameter.shape))
+
+    def in_whole(self, indices: Tensor) -> Tensor:
+        """Return flat indices in the whole, of flat indices in the part: int32 where that holds all of them, else int64."""
+        if self.shape[1:] == self.whole[1:]:
+            found = indices + self.offsets[0] * math.prod(self.whole[1:]) if self.shape else indices
+        else:
+            found = torch.zeros_like(indices)
+            for dimension in reversed(range(len(self.shape))):
+                place = indices % self.shape[dimension] + self.offsets[dimension]
+                found += place * math.prod(self.whole[dimension + 1 :])
+                indices = indices // self.shape[dimension]
+        return found.to(torch.int32 if math.prod(self.whole) <= 1 << 31 else torch.int64)
+
+
 def place_in_whole(parameter: Tensor, first: int) -> int | Blocks:
     """Return the global index of this rank's first element, which the others follow in memory order; or the indices of rows, on the host.
 
@@ -101,15 +133,13 @@ def place_in_whole(parameter: Tensor, first: int) -> int | Blocks:
                 " element's place in the whole, which parts in strides do not have in a row. Accepted are Shard, also over tensor"
                 " parallelism, and Replicate, or a policy without stochastic rounding."
             )
-    part, strides = local(parameter), _dense(parameter.shape)
-    start = first + sum(n * stride for n, stride in zip(offset_of_local_part(parameter), strides, strict=True))
-    last = max((dim for dim, n in enumerate(part.shape) if n != parameter.shape[dim]), default=0)
-    rows = torch.tensor([start])
-    for n, stride in zip(part.shape[:last], strides, strict=False):
-        rows = (rows[:, None] + torch.arange(n) * stride).reshape(-1)
-    if len(rows) < 2 or not part.numel():
-        return start
-    return Blocks(rows, None, part.numel() // len(rows))
+    region = Region.of(parameter)
+    if region.shape[1:] == region.whole[1:] or not math.prod(region.shape):
+        return first + region.offsets[0] * math.prod(region.whole[1:])
+    last = max(dim for dim, n in enumerate(region.shape) if n != region.whole[dim])
+    size = math.prod(region.shape[last:])
+    rows = region.in_whole(torch.arange(0, math.prod(region.shape), size))
+    return Blocks(first + rows.long(), None, size)
 
 
 def _is_run(parameter: DTensor, number: int) -> bool:

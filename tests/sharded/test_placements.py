@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import everybit as eb
 from everybit.policies import PolicyName
 from everybit_torch import TorchOptimizer
 from everybit_torch.segments import segment, short
+from everybit_torch.segments.segment import PIECE
 from everybit_torch.torch_internals.dtensors import is_cut, local, offset_of_local_part
 from tests.support.ranks import run
 
@@ -87,11 +89,13 @@ def steps(name: str, policy: PolicyName, placements: tuple[Placement, Placement]
 
 def compare(name: str, policy: PolicyName, how: str = "") -> list[str]:
     wrong, whole = [], steps(name, policy, None)
-    if how:
-        short.SHORT = 0  # each parameter is stepped by itself
-        segment.PIECE = 4
     for placements in PLACEMENTS:
-        found = steps(name, policy, placements)
+        # With `how` each parameter is stepped by itself. Processes are used again: what was there comes back.
+        with (
+            patch.object(short, "SHORT", 0 if how else short.SHORT),
+            patch.object(segment, "PIECE", 4 if how else PIECE),
+        ):
+            found = steps(name, policy, placements)
         for x, expected in zip(found, whole, strict=True):
             assert isinstance(x, DTensor)
             same = part(expected, x.device_mesh, tuple(x.placements)).to_local()
@@ -141,7 +145,7 @@ def strange() -> list[str]:
 def test_strides_that_are_no_runs_and_sums_that_are_still_to_be_made_are_refused() -> None:
     for strided, partial in run(4, strange):
         assert "_StridedShard" in strided
-        assert "Accepted are Shard" in strided
+        assert "Accepted are Shard, also over tensor parallelism, and Replicate" in strided
         assert "Partial" in partial
         assert "accepted are Shard, _StridedShard and Replicate" in partial
 

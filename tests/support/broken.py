@@ -122,7 +122,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *_of(
         "adapters/everybit_torch",
-        ("placements.py", "torch.arange(n) * stride", "torch.arange(n)", "sharded/test_placements.py::bits"),
+        ("placements.py", "place * math.prod(self.whole[dimension + 1 :])", "place * math.prod(self.shape[dimension + 1 :])", "sharded/test_changes.py"),
+        ("placements.py", "Blocks(first + rows.long(), None, size)", "Blocks(rows.long(), None, size)", "sharded/test_placements.py::bits"),
     ),
     *_of(
         "adapters/everybit_torch/collectives",
@@ -151,7 +152,6 @@ FAULTS: tuple[Fault, ...] = (
         ("torch_optimizer.py", "self._settle_parameters(groups)\n        self.own.relocate(groups)\n        self.own.take_back()", "self._settle_parameters(groups)\n        self.own.relocate(groups)", "torch/test_assigned_state.py"),
         ("watching.py", "return parameter in self._known and self._known[parameter] == self._place(parameter)", "return parameter in self._known", "torch/test_changes.py"),
         ("visits.py", "one.watched.note(held, rows)", "pass", "sharded/test_changes.py"),
-        ("changes.py", "place * math.prod(self.whole[dimension + 1 :])", "place * math.prod(self.shape[dimension + 1 :])", "sharded/test_changes.py"),
         ("gradient_release.py", "self._norm = self._joint_norm(self._squares)", "self._norm = None", "torch/test_gradient_release.py"),
         ("gradient_release.py", "if len(waiting.arrived) == waiting.expected:", "if waiting.arrived:", "torch/test_gradient_release.py"),
         ("visits.py", "edges[rank + 1] - edges[rank]", "edges[1] - edges[0]", "fsdp2/test_visits.py"),

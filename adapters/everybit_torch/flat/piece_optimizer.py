@@ -13,7 +13,8 @@ from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, spread
 from everybit_torch.flat.places import Place
-from everybit_torch.optim import Group, GroupMaker, Region, TorchOptimizer, evaluating
+from everybit_torch.optim import Group, GroupMaker, TorchOptimizer, evaluating
+from everybit_torch.placements import Region
 from everybit_torch.segments import Compile, Offload, WatchedDType
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.numbers_inside import WithNumbers, hyperparameter_fields, hyperparameters

@@ -1,6 +1,6 @@
 """``torch.optim.Optimizer`` over everybit's transforms: param groups, state dicts, and steps of parameters where they lie."""
 
-from everybit_torch.optim.changes import Changed, Region
+from everybit_torch.optim.changes import Changed
 from everybit_torch.optim.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optim.groups import Group, GroupMaker
 from everybit_torch.optim.interfaces import TorchNames
@@ -17,7 +17,7 @@ from everybit_torch.optim.torch_optimizer import TorchOptimizer
 from everybit_torch.optim.watching import require_watched
 
 __all__ = [
-    "FLOATS", "Changed", "GradientRelease", "Group", "GroupMaker", "LoadReport", "Own", "Params", "Region",
+    "FLOATS", "Changed", "GradientRelease", "Group", "GroupMaker", "LoadReport", "Own", "Params",
     "RoundingLoss", "Saved", "Stepped", "TorchNames", "TorchOptimizer", "as_count", "decoded_all",
     "enable_gradient_release", "load_all", "named_by", "names", "names_of", "parameters_of", "read", "require_float64",
     "require_tensor", "require_watched", "rounding_loss", "shown",

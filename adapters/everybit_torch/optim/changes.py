@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,42 +13,11 @@ from everybit.base import DTYPES
 from everybit_torch.optim.param_groups import names_of
 from everybit_torch.optim.parameters import Parameters
 from everybit_torch.optim.watching import Watch
-from everybit_torch.torch_internals.dtensors import is_dtensor, local, offset_of_local_part
+from everybit_torch.placements import Region
+from everybit_torch.torch_internals.dtensors import local
 
 Change = tuple[str, Tensor, Tensor]
 """A parameter's name, the flat indices of the elements that changed, and their values."""
-
-
-class Region(NamedTuple):
-    """Where this rank's elements of a parameter lie in the whole.
-
-    Attributes:
-        shape: The shape of the part.
-        offsets: Its first corner, by dimension.
-        whole: The shape of the whole.
-    """
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    whole: tuple[int, ...]
-
-    @classmethod
-    def of(cls, parameter: Tensor) -> Region:
-        """Return that of a whole tensor, or of a DTensor."""
-        offsets = offset_of_local_part(parameter) if is_dtensor(parameter) else (0,) * parameter.ndim
-        return cls(tuple(local(parameter).shape), offsets, tuple(parameter.shape))
-
-    def in_whole(self, indices: Tensor) -> Tensor:
-        """Return flat indices in the whole, of flat indices in the part: int32 where that holds all of them, else int64."""
-        if self.shape[1:] == self.whole[1:]:
-            found = indices + self.offsets[0] * math.prod(self.whole[1:]) if self.shape else indices
-        else:
-            found = torch.zeros_like(indices)
-            for dimension in reversed(range(len(self.shape))):
-                place = indices % self.shape[dimension] + self.offsets[dimension]
-                found += place * math.prod(self.whole[dimension + 1 :])
-                indices = indices // self.shape[dimension]
-        return found.to(torch.int32 if math.prod(self.whole) <= 1 << 31 else torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

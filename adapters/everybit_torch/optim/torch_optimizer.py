@@ -21,7 +21,7 @@ from everybit_torch.embeddings import require_names
 from everybit_torch.label_resolution import tree_of
 from everybit_torch.optim import common_numbers, evaluating, following, moved_state, param_groups, stepping
 from everybit_torch.optim.bytes import bytes_table
-from everybit_torch.optim.changes import Changed, Region, changed
+from everybit_torch.optim.changes import Changed, changed
 from everybit_torch.optim.groups import GroupMaker
 from everybit_torch.optim.interfaces import Release, TorchNames
 from everybit_torch.optim.param_groups import Params
@@ -33,6 +33,7 @@ from everybit_torch.optim.state_dicts.full_precision import LoadReport
 from everybit_torch.optim.state_dicts.saved_structure import Saved, read
 from everybit_torch.optim.states import ParameterState, States, state_replaced
 from everybit_torch.optim.watching import Watch, require_watched
+from everybit_torch.placements import Region
 from everybit_torch.segments import Compile, Offload, WatchedDType, require_compile, require_offload
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.dtensors import is_dtensor

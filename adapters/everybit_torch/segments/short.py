@@ -259,4 +259,4 @@ def indices(
     every = [torch.arange(0, length, block) for length in lengths]
     first = torch.cat([start + at for start, at in zip(starts, every, strict=True)])
     count = torch.cat([(length - at).clamp(max=block) for length, at in zip(lengths, every, strict=True)])
-    return Blocks(first, count.to(torch.int32), block).to(device)
+    return Blocks(first.to(device), count.to(device, torch.int32), block)

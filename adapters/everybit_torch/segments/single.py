@@ -106,7 +106,7 @@ def as_stepped(parameter: Tensor, optimizer: eb.Optimizer[Any]) -> Tensor:
 
 def on_device(first: int | Blocks, device: torch.device) -> int | Blocks:
     """Return the indices of rows on the device of their elements; the index of a first element as it is."""
-    return first if isinstance(first, int) else first.to(device)
+    return first if isinstance(first, int) else eb.tree.map(lambda x: x.to(device), first)
 
 
 def shares_numbers(parameter: Tensor, optimizer: eb.Optimizer[Any], is_part: bool) -> bool:

@@ -44,10 +44,6 @@ class Blocks:
         """Return the global indices of all elements, those of gaps as well: int64, 1-d."""
         return (self.first[:, None] + torch.arange(self.size, device=self.first.device)).reshape(-1)
 
-    def to(self, device: torch.device) -> Blocks:
-        """Return them on a device."""
-        return Blocks(self.first.to(device), None if self.count is None else self.count.to(device), self.size)
-
     def cut(self, start: int, stop: int) -> Blocks:
         """Return those of the elements ``start`` to ``stop``, multiples of ``size``."""
         blocks = slice(start // self.size, stop // self.size)

@@ -69,7 +69,7 @@ def state(cls: C) -> C:
     _SLOTS[made] = {name: _SlotMark in get_args(hints[name]) for name in names}
     numbers = tuple(name for name in names if hints[name] is int)
     held = tuple(name for name in names if name not in numbers)
-    keys: list[Any] = [torch_pytree.GetAttrKey(name) for name in held]
+    keys = [torch_pytree.GetAttrKey(name) for name in held]
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[str, ...]]:
         return tuple(getattr(node, name) for name in held), tuple(getattr(node, name) for name in numbers), held
@@ -84,12 +84,16 @@ def state(cls: C) -> C:
         children, fixed, _ = flatten(node)
         return [_with_holes(child) for child in children], fixed
 
+    def with_keys(node: Any) -> tuple[list[Any], tuple[int, ...]]:
+        children, fixed = torchs(node)
+        return [*zip(keys, children, strict=True)], fixed
+
     torch_pytree.register_pytree_node(
         made,
         torchs,
         lambda children, fixed: unflatten(fixed, (_without_holes(child) for child in children)),
         serialized_type_name=f"{made.__module__}.{made.__qualname__}",
-        flatten_with_keys_fn=lambda node: ([*zip(keys, torchs(node)[0], strict=True)], torchs(node)[1]),
+        flatten_with_keys_fn=with_keys,
     )
     found: C = made
     return found

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from everybit.stepping.entries import WEIGHTS
-from everybit_torch.optim.changes import Region
 from everybit_torch.optim.parameters import Own, Parameters
 from everybit_torch.optim.state_dicts.full_precision import exported, store, store_at_owners
 from everybit_torch.optim.visiting import Visiting
 from everybit_torch.optim.watching import Watch
+from everybit_torch.placements import Region
 from everybit_torch.torch_internals.dtensors import local
 
 
